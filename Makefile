@@ -1,0 +1,59 @@
+# make demo: train, fine-tune and evaluate a ViT on this machine      make test: prove the checkout
+# make lint: format, style and types                                 make soak: hundreds of kills
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(abspath $(VENV))/bin
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# The launcher and the ranks must find this environment's commands first.
+export PATH := $(BIN):$(PATH)
+
+PRETRAINED := runs/quickstart-zero2
+FINETUNED := runs/quickstart_finetune-zero2
+
+.PHONY: demo test lint format soak clean
+
+$(VENV)/.base: constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed")'
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing torch (several GB, some minutes)"
+	$(PIP) pip setuptools wheel
+	$(PIP) torch torchvision
+	@# DeepSpeed looks at the installed torch while it is built, and compiles nothing here.
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.base pyproject.toml setup.py
+	$(PIP) --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base pyproject.toml setup.py
+	$(PIP) --editable '.[demo,dev]'
+	@touch $@
+
+demo: $(VENV)/.demo
+	deepspeed launchers/pretrain.py --ds-config configs/zero2.json
+	deepspeed launchers/finetune.py --ds-config configs/zero2.json
+	vitscale evaluate --checkpoint $(PRETRAINED) --data data/digits/test --out $(PRETRAINED)/test.json
+	vitscale evaluate --checkpoint $(FINETUNED) --data data/digits/test --out $(FINETUNED)/test.json
+	@echo
+	@python -c 'import json; [print(f"test top-1 {name:<12} {json.load(open(path))[\"top1\"]:.2%}") \
+	  for name, path in (("pre-trained", "$(PRETRAINED)/test.json"), ("fine-tuned", "$(FINETUNED)/test.json"))]'
+	@echo "curves: $(PRETRAINED)/curves $(FINETUNED)/curves      all of it: tensorboard --logdir runs"
+
+lint: $(VENV)/.dev
+	ruff format --check .
+	ruff check .
+	mypy
+
+format: $(VENV)/.dev
+	ruff format .
+	ruff check --fix .
+
+test: lint
+	python -m pytest
+
+soak: $(VENV)/.dev
+	VITSCALE_SOAK=1 python -m pytest -m slow
+
+clean:
+	rm -rf data runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""One file for each layout in which a corpus may lie around."""

@@ -1,0 +1,254 @@
+"""What pretrain and finetune share: flags, the check of all input, and the way into the run."""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import vitscale
+from launchers.dry_run import describe
+from vitscale.config.ds_json import Resolved, load_ds_json, resolve
+from vitscale.config.errors import UserError, VitscaleError, exit_code_of
+from vitscale.config.load import find_config, load_recipe
+from vitscale.config.recipe import BuildSection, RunConfig
+from vitscale.data.manifest import MANIFEST_NAME, Manifest, load_manifest
+from vitscale.data.storage import open_storage
+from vitscale.distributed import World, world_from_env
+
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class TrainingCommand:
+    """A command that trains.
+
+    Args:
+        verb: Its name.
+        summary: First paragraph of the help.
+        epilog: Examples for the help.
+        default_recipe: Recipe when none is given.
+        new_head: Whether the initial weights lose their head.
+    """
+
+    verb: str
+    summary: str
+    epilog: str
+    default_recipe: str
+    new_head: bool
+
+    def main(self, argv: list[str] | None) -> int:
+        """Run the command and return its exit code."""
+        options = self._parser().parse_args(argv)
+        try:
+            world = world_from_env()
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return error.exit_code
+        return exit_code_of(lambda: self._run(options, world), quiet=not world.is_first)
+
+    def _parser(self) -> argparse.ArgumentParser:
+        parser = argparse.ArgumentParser(
+            prog=f"vitscale {self.verb}",
+            description=self.summary,
+            epilog=self.epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        parser.add_argument("--recipe", default=self.default_recipe, help="TOML: what is trained")
+        parser.add_argument(
+            "--ds-config", default="configs/zero2.json", help="JSON: how DeepSpeed executes it"
+        )
+        parser.add_argument(
+            "--set",
+            action="append",
+            default=[],
+            metavar="TABLE.KEY=VALUE",
+            help='override a leaf of the recipe; may be repeated; "none" unsets',
+        )
+        parser.add_argument(
+            "--run-dir", help="folder of the run; default: runs/RECIPE-DSCONFIG by their names"
+        )
+        parser.add_argument(
+            "--resume",
+            default="auto",
+            metavar="auto|never|PATH",
+            help="go on from the newest checkpoint of the run folder, never, or from PATH",
+        )
+        parser.add_argument(
+            "--init", metavar="RUN|CHECKPOINT|FILE", help="initial weights; same as init.source"
+        )
+        parser.add_argument(
+            "--dry-run", action="store_true", help="check everything and say what would be run"
+        )
+        # The deepspeed launcher adds it; the environment says the same.
+        parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+        return parser
+
+    def _run(self, options: argparse.Namespace, world: World) -> int:
+        recipe_path, ds_path = find_config(options.recipe), find_config(options.ds_config)
+        assignments = list(options.set)
+        if options.init:
+            assignments.append(f"init.source={options.init}")
+        resolved = self._resolve(recipe_path, ds_path, assignments, world)
+        name = f"{recipe_path.stem}-{ds_path.stem}"
+        run_dir = Path(options.run_dir or f"runs/{name}").expanduser()
+        if options.dry_run:
+            if world.is_first:
+                print(describe(resolved, run_dir, _manifest_or_none(resolved.config.data.train)))
+            return 0
+        _check_resume(options.resume)
+        resolved = _with_classes(resolved, _ensure_data(resolved.config, world))
+        if self._already_done(resolved, run_dir, world):
+            return 0
+        return self._train(options, resolved, run_dir, recipe_path, assignments, world)
+
+    def _resolve(
+        self, recipe_path: Path, ds_path: Path, assignments: list[str], world: World
+    ) -> Resolved:
+        """Read and match both documents; every problem of both goes into one error."""
+        config, problems = load_recipe(recipe_path, assignments)
+        ds, ds_problems = load_ds_json(ds_path)
+        problems += ds_problems
+        resolved = None
+        if config is not None:
+            # Contradictions are worth telling although there are other problems too.
+            resolved, more = resolve(config, ds, world.world_size, recipe_path.name, ds_path.name)
+            problems += [text for text in more if text not in problems]
+            problems += self._problems(config)
+        if problems or resolved is None:
+            listed = "\n".join(f"  - {text}" for text in problems)
+            raise UserError(
+                f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in "
+                f"{recipe_path} and {ds_path}:\n{listed}"
+            )
+        return resolved
+
+    def _problems(self, config: RunConfig) -> list[str]:
+        if self.new_head and not config.init.source:
+            return ["finetune needs weights to start from: --init RUN_DIR, CHECKPOINT or FILE"]
+        if self.new_head and config.model.head == "mlp":
+            return ['model.head = "mlp" is for pre-training; fine-tuning puts a new linear head on']
+        return []
+
+    def _already_done(self, resolved: Resolved, run_dir: Path, world: World) -> bool:
+        """Say so and return True when this very run is complete; all ranks read the same file."""
+        from vitscale.training.run_folder import RunFolder
+
+        results = RunFolder(run_dir).done(resolved)
+        if results is None:
+            return False
+        shown = " ".join(f"{k}={v:.5g}" for k, v in results.items() if isinstance(v, int | float))
+        if world.is_first:
+            print(f"already complete: run_dir={run_dir} {shown}", flush=True)
+        return True
+
+    def _train(
+        self,
+        options: argparse.Namespace,
+        resolved: Resolved,
+        run_dir: Path,
+        recipe_path: Path,
+        assignments: list[str],
+        world: World,
+    ) -> int:
+        from vitscale.training.guard import RunLock
+        from vitscale.training.run import RunRequest, run_training
+        from vitscale.training.run_folder import RunFolder
+
+        lock = RunLock(run_dir)
+        if world.is_first:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+        try:
+            return run_training(
+                RunRequest(
+                    resolved=resolved,
+                    folder=RunFolder(run_dir),
+                    resume=options.resume,
+                    new_head=self.new_head,
+                    world=world,
+                    recipe_text=recipe_path.read_text(encoding="utf-8"),
+                    assignments=assignments,
+                )
+            )
+        finally:
+            lock.release()
+
+
+def _check_resume(resume: str) -> None:
+    if resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
+        raise UserError(f"--resume {resume!r} is neither auto, never nor a checkpoint folder")
+
+
+def _manifest_or_none(uri: str) -> Manifest | None:
+    storage = open_storage(uri)
+    return None if storage.size(MANIFEST_NAME) is None else load_manifest(storage)
+
+
+def _ensure_data(config: RunConfig, world: World) -> Manifest:
+    """Return the training set's manifest; missing sets are packed where the recipe says how.
+
+    This is before any process group exists: the first rank packs, the others look for the result.
+    """
+    build = config.data.build
+    wanted = [(config.data.train, build.train if build else None)]
+    if config.data.val is not None:
+        wanted.append((config.data.val, build.val if build else None))
+    missing = [(uri, section) for uri, section in wanted if _manifest_or_none(uri) is None]
+    hopeless = [uri for uri, section in missing if section is None]
+    if hopeless:
+        raise UserError(
+            "; ".join(f"no dataset at {uri}" for uri in hopeless)
+            + f": pack it first (vitscale pack --source KIND:URI --out {hopeless[0]}), or correct "
+            "data.train / data.val"
+        )
+    for uri, section in missing:
+        assert section is not None
+        if world.is_first:
+            _pack(uri, section)
+        while _manifest_or_none(uri) is None:
+            time.sleep(POLL_S)
+    return load_manifest(open_storage(config.data.train))
+
+
+def _pack(uri: str, section: BuildSection) -> None:
+    sources = [section.source] if isinstance(section.source, str) else section.source
+    words = [word for source in sources for word in ("--source", source)]
+    words += ["--out", uri, "--image", section.image, "--side", str(section.side)]
+    words += ["--quality", str(section.quality), "--check", section.check]
+    words += ["--shard-bytes", section.shard_bytes, "--max-bad", section.max_bad]
+    words += ["--workers", str(section.workers), "--seed", str(section.seed)]
+    print(f"packing {uri} from {', '.join(sources)}", flush=True)
+    # A process of its own: the packer must not load torch, nor this process's MPI variables.
+    root = str(Path(vitscale.__file__).resolve().parents[1])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-m", "data_prep.pack", *words], env=environment)
+    if done.returncode:
+        raise _PackError(uri, done.returncode)
+
+
+class _PackError(VitscaleError):
+    """The packer ended with an error, which it has explained."""
+
+    def __init__(self, uri: str, code: int) -> None:
+        super().__init__(f"packing {uri} ended with exit code {code}")
+        self.exit_code = code
+
+
+def _with_classes(resolved: Resolved, manifest: Manifest) -> Resolved:
+    """Take the number of classes from the training set, or check that the recipe's is enough."""
+    config, classes = resolved.config, manifest.num_classes
+    wish = config.model.num_classes
+    if wish is not None and wish < classes:
+        raise UserError(
+            f"model.num_classes = {wish}, but {config.data.train} has {classes} classes; "
+            "leave model.num_classes out"
+        )
+    if wish is not None:
+        return resolved
+    model = config.model.model_copy(update={"num_classes": classes})
+    return replace(resolved, config=config.model_copy(update={"model": model}))

@@ -1,0 +1,63 @@
+"""The console command: `vitscale VERB ...` looks the verb up and calls its main."""
+
+import difflib
+import importlib
+import sys
+
+import vitscale
+
+VERBS = {
+    "pack": ("data_prep.pack", "turn labelled images into a sharded dataset (also under mpiexec)"),
+    "verify": ("data_prep.verify", "check a packed dataset: sizes, hashes, pictures"),
+    "show": ("data_prep.show", "say what a packed dataset holds, or print samples of it"),
+    "pretrain": ("launchers.pretrain", "train a model from a recipe"),
+    "finetune": ("launchers.finetune", "go on from trained weights: new head, new image size"),
+    "evaluate": ("launchers.evaluate", "measure top-1, top-5 and loss of a checkpoint"),
+    "export": ("launchers.export", "write a checkpoint's weights as one safetensors file"),
+}
+
+
+def usage() -> str:
+    """Return the help text."""
+    width = max(len(verb) for verb in VERBS)
+    lines = [f"  {verb:<{width}}  {text}" for verb, (_, text) in VERBS.items()]
+    return "\n".join(
+        [
+            "usage: vitscale VERB [options]",
+            "",
+            "Pack image corpora, train Vision Transformers on DeepSpeed, measure them.",
+            "",
+            *lines,
+            "",
+            "vitscale VERB --help explains a verb and shows examples; vitscale --version.",
+        ]
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb.
+
+    Returns:
+        The exit code: 0 done, 2 wrong input, 3 damaged data, 4 broken numbers, 75 stopped and
+        resumable, 1 else.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"vitscale {vitscale.__version__}")
+        return 0
+    verb, rest = words[0], words[1:]
+    if verb not in VERBS:
+        close = difflib.get_close_matches(verb, VERBS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(VERBS)}"
+        print(f"error: no verb {verb!r}; {hint}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(VERBS[verb][0])
+    code: int = module.main(rest)
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

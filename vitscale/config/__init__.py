@@ -1,0 +1,1 @@
+"""Recipes, the DeepSpeed JSON and the errors of wrong input; needs no torch."""

@@ -1,0 +1,126 @@
+"""From files and flags to a RunConfig: TOML, `--set`, and every problem in one message."""
+
+import difflib
+import json
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from vitscale.config.errors import UserError
+from vitscale.config.recipe import RunConfig
+
+PACKAGE_DIR = Path(__file__).resolve().parents[1]
+
+
+def find_config(path: str) -> Path:
+    """Find a recipe or DeepSpeed JSON: as given, else among the configs that come with vitscale.
+
+    Raises:
+        UserError: It is in neither place.
+    """
+    given = Path(path).expanduser()
+    if given.is_file():
+        return given
+    # An installed package carries them inside, a checkout beside it.
+    shipped = [
+        folder / given.name for folder in (PACKAGE_DIR / "configs", PACKAGE_DIR.parent / "configs")
+    ]
+    if given.parent in (Path("."), Path("configs")):
+        for candidate in shipped:
+            if candidate.is_file():
+                return candidate
+    known = sorted(p.name for c in shipped if c.parent.is_dir() for p in c.parent.iterdir())
+    hint = difflib.get_close_matches(given.name, known, n=1)
+    raise UserError(f"no file {path!r}" + (f"; did you mean configs/{hint[0]}?" if hint else ""))
+
+
+def parse_set(assignment: str) -> tuple[list[str], Any]:
+    """Split "optim.lr=1e-3" into its path and value; the value is TOML, or else plain text.
+
+    Raises:
+        UserError: There is no "=" or no key before it.
+    """
+    key, equals, text = assignment.partition("=")
+    path = [part.strip() for part in key.split(".")]
+    if not equals or not all(path):
+        raise UserError(f"--set {assignment!r}: write it as table.key=value, such as optim.lr=1e-3")
+    if text.strip() == "none":
+        return path, None
+    try:
+        return path, tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return path, text
+
+
+def apply_sets(tree: dict[str, Any], assignments: list[str]) -> list[str]:
+    """Write `--set` values into the tree in place and return what was wrong with them."""
+    problems = []
+    for assignment in assignments:
+        try:
+            path, value = parse_set(assignment)
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        node: Any = tree
+        for part in path[:-1]:
+            node = node.setdefault(part, {}) if isinstance(node, dict) else None
+        if not isinstance(node, dict):
+            problems.append(f"--set {assignment!r}: {'.'.join(path[:-1])} is not a table")
+            continue
+        node[path[-1]] = value
+    return problems
+
+
+def load_recipe(path: Path, assignments: list[str]) -> tuple[RunConfig | None, list[str]]:
+    """Read a recipe with its overrides.
+
+    Returns:
+        The recipe, or None where it cannot be built, and all problems found.
+    """
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return None, [f"{path} is not TOML: {error}"]
+    problems = apply_sets(tree, assignments)
+    try:
+        # The JSON route is strict and still takes TOML's arrays where the tree has tuples.
+        config = RunConfig.model_validate_json(json.dumps(tree))
+    except ValidationError as error:
+        return None, problems + [_sentence(detail) for detail in error.errors()]
+    except TypeError as error:
+        return None, [*problems, f"{path}: {error}; dates and times have no place in a recipe"]
+    return config, problems + list(config.problems())
+
+
+def _sentence(detail: Any) -> str:
+    """Say one pydantic error the way this project says errors."""
+    path = ".".join(str(part) for part in detail["loc"] if part not in ("str", "list[str]"))
+    if detail["type"] == "extra_forbidden":
+        fields = _fields_at(detail["loc"][:-1])
+        close = difflib.get_close_matches(str(detail["loc"][-1]), fields, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(fields))}"
+        return f"unknown key {path!r}; {hint}"
+    if detail["type"] == "missing":
+        return f"missing key {path!r}; every recipe needs it"
+    message = detail["msg"].removeprefix("Value error, ")
+    got = detail.get("input")
+    shown = f", got {got!r}" if not isinstance(got, dict) else ""
+    return f"{path}: {message[:1].lower()}{message[1:]}{shown}"
+
+
+def _fields_at(path: tuple[int | str, ...]) -> list[str]:
+    """Names of the fields of the section at this path."""
+    section: type[BaseModel] = RunConfig
+    for part in path:
+        annotation = section.model_fields[str(part)].annotation
+        options = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
+        section = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
+    return list(section.model_fields)
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, types.UnionType)

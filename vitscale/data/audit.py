@@ -1,0 +1,153 @@
+"""Proof that an epoch fed every sample exactly once, and the digest of a batch.
+
+The proof is a count and a sum of key hashes modulo 2^64: both add up over ranks and restarts, and
+a sample that is missing, doubled or exchanged changes at least one of them.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from vitscale.data.manifest import Manifest
+from vitscale.data.order import Order
+
+
+def hash_key(key: str) -> int:
+    """Return xxh64 of a key's UTF-8 bytes, as the manifest sums it up.
+
+    Args:
+        key: The sample's key.
+
+    Returns:
+        The hash, 0 .. 2^64 - 1.
+    """
+    return xxhash.xxh64_intdigest(key.encode())
+
+
+def batch_digest(key_hashes: NDArray[np.int64]) -> str:
+    """Name the content and order of a global batch.
+
+    Args:
+        key_hashes: Key hashes of the whole global batch in slot order, as int64 or uint64.
+
+    Returns:
+        xxh64 over the hashes as 8 little-endian bytes each: 16 hexadecimal digits.
+    """
+    unsigned = np.asarray(key_hashes).astype(np.int64, copy=False).view(np.uint64)
+    return xxhash.xxh64_hexdigest(unsigned.astype("<u8").tobytes())
+
+
+class EpochAudit:
+    """Count and sum the keys that were fed, epoch by epoch.
+
+    Each rank adds what it consumed; `totals` of all ranks are added up (an all-reduce of int64,
+    which wraps around as the sums should) and judged by `verdict`. For a checkpoint, store the
+    added-up totals; after a restart, one rank loads them and the others begin empty.
+
+    Args:
+        num_examples: Examples one epoch must feed, substitutes not counted.
+        keys_sum64: Sum of their key hashes modulo 2^64; None: not known, only the count is judged.
+    """
+
+    def __init__(self, num_examples: int, keys_sum64: int | None) -> None:
+        self.num_examples = num_examples
+        self.keys_sum64 = keys_sum64
+        self._epochs: dict[int, NDArray[np.uint64]] = {}
+
+    @classmethod
+    def expecting(
+        cls, manifest: Manifest, order: Order, quarantined_keys: Collection[str] = ()
+    ) -> "EpochAudit":
+        """Expect what a manifest promises.
+
+        Args:
+            manifest: The dataset.
+            order: Its order. With tail = "drop" another handful is left out every epoch, so only
+                the count can be judged.
+            quarantined_keys: Keys of the samples in quarantine.
+
+        Returns:
+            An empty audit.
+        """
+        hidden = len(quarantined_keys)
+        if order.usable != manifest.num_samples:
+            return cls(order.usable, None)
+        total = manifest.keys_sum64 - sum(hash_key(key) for key in quarantined_keys)
+        return cls(manifest.num_samples - hidden, total % 2**64)
+
+    def add(
+        self,
+        epochs: NDArray[np.int64],
+        key_hashes: NDArray[np.int64],
+        substitutes: NDArray[np.bool_] | None = None,
+    ) -> None:
+        """Add examples that the model consumed.
+
+        Args:
+            epochs: Epoch of each example.
+            key_hashes: Hash of each example's key, as int64.
+            substitutes: True where the example stood in for a quarantined one: not counted.
+        """
+        counted = np.ones(len(epochs), bool) if substitutes is None else ~np.asarray(substitutes)
+        hashes = np.asarray(key_hashes).astype(np.int64, copy=False).view(np.uint64)
+        epochs = np.asarray(epochs)
+        for epoch in np.unique(epochs):
+            mine = counted & (epochs == epoch)
+            row = self._epochs.setdefault(int(epoch), np.zeros(2, dtype=np.uint64))
+            row += np.array([mine.sum(), hashes[mine].sum(dtype=np.uint64)], dtype=np.uint64)
+
+    @property
+    def open_epochs(self) -> list[int]:
+        """Epochs that something was added to and that were not closed, ascending."""
+        return sorted(self._epochs)
+
+    def totals(self, epochs: Sequence[int]) -> NDArray[np.int64]:
+        """Give this rank's part of some epochs.
+
+        Args:
+            epochs: The epochs, the same on all ranks; those this rank never met give zeros.
+
+        Returns:
+            Count and sum of hashes by [epoch, 2]; the sums as signed values that wrap around.
+        """
+        rows = [self._epochs.get(epoch, np.zeros(2, dtype=np.uint64)) for epoch in epochs]
+        return np.array(rows, dtype=np.uint64).reshape(-1, 2).view(np.int64)
+
+    def load(self, totals: Mapping[int, Sequence[int]]) -> None:
+        """Go on from saved totals of all ranks; call on one rank only.
+
+        Args:
+            totals: Count and sum of each epoch that was not complete, signed or unsigned.
+        """
+        for epoch, (count, total) in totals.items():
+            self._epochs[int(epoch)] = np.array([count, total % 2**64], dtype=np.uint64)
+
+    def verdict(self, totals: Sequence[int] | NDArray[np.int64]) -> str | None:
+        """Judge a complete epoch.
+
+        Args:
+            totals: Count and sum of hashes over all ranks.
+
+        Returns:
+            None when every sample was fed exactly once, or else a sentence that says what differs.
+        """
+        count, total = int(totals[0]), int(totals[1]) % 2**64
+        if count != self.num_examples:
+            return f"{count} examples were fed, {self.num_examples} were due"
+        if self.keys_sum64 is not None and total != self.keys_sum64:
+            return (
+                f"the keys of {count} examples sum up to {total:016x}, those of the dataset to "
+                f"{self.keys_sum64:016x}: some were fed twice and others not"
+            )
+        return None
+
+    def close(self, epochs: Sequence[int]) -> None:
+        """Forget epochs that were judged.
+
+        Args:
+            epochs: Those epochs; the ones this rank never met are ignored.
+        """
+        for epoch in epochs:
+            self._epochs.pop(epoch, None)

@@ -1,0 +1,435 @@
+"""One training run from a resolved recipe to a finished run folder: puts the parts together."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vitscale.config.ds_json import Resolved
+from vitscale.config.duration import Duration
+from vitscale.config.errors import UserError
+from vitscale.config.recipe import RunConfig
+from vitscale.data.audit import EpochAudit
+from vitscale.data.loader import Batch, build_eval_loader, build_train_loader
+from vitscale.data.manifest import Manifest, load_manifest
+from vitscale.data.order import Order
+from vitscale.data.permute import stream
+from vitscale.data.storage import Storage, open_storage
+from vitscale.distributed import Collectives, World
+from vitscale.evaluation.classification import evaluate_classification
+from vitscale.models.build import create_model
+from vitscale.models.vit import VisionTransformer
+from vitscale.models.weights import load_weights, read_safetensors
+from vitscale.observe.log import RunLog
+from vitscale.observe.metrics import MetricsFile, read_metrics
+from vitscale.observe.report import write_curves
+from vitscale.observe.writers import TensorBoardWriter, image_grid
+from vitscale.training.checkpoint import Checkpoints, find_weights
+from vitscale.training.ema import Ema
+from vitscale.training.engine import Engine, check_precision, init_distributed
+from vitscale.training.guard import LauncherWatch, StopFlag
+from vitscale.training.loop import Actions, Rhythm, TrainState, seed_stochastic_layers, train
+from vitscale.training.losses import build_loss
+from vitscale.training.recorder import StepRecorder
+from vitscale.training.run_folder import RunFolder, changed_leaves
+from vitscale.training.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What to run.
+
+    Args:
+        resolved: Recipe and DeepSpeed JSON; the number of classes is known.
+        folder: The run folder, locked by the first rank.
+        resume: "auto", "never" or a checkpoint folder.
+        new_head: Fine-tuning: the source's head is replaced by zeros.
+        world: This process's place.
+        recipe_text: The recipe as it was read.
+        assignments: Its `--set` overrides.
+    """
+
+    resolved: Resolved
+    folder: RunFolder
+    resume: str
+    new_head: bool
+    world: World
+    recipe_text: str
+    assignments: list[str]
+
+
+@dataclass(frozen=True)
+class _Data:
+    """An open dataset."""
+
+    storage: Storage
+    manifest: Manifest
+
+
+def run_training(request: RunRequest) -> int:
+    """Train, or go on training, until the run is complete.
+
+    Returns:
+        Exit code 0.
+
+    Raises:
+        VitscaleError: With its own exit code: stopped, broken numbers, damaged data, ...
+    """
+    stop = StopFlag()
+    stop.install()
+    watch = LauncherWatch(stop)
+    watch.start()
+    try:
+        return _run(request, stop)
+    finally:
+        watch.close()
+
+
+def _run(request: RunRequest, stop: StopFlag) -> int:
+    config, world = request.resolved.config, request.world
+    _set_threads(world)
+    assert config.run.precision is not None
+    check_precision(config.run.precision)
+    if config.run.deterministic:
+        torch.use_deterministic_algorithms(True)
+    init_distributed(world, build_shm_op=config.run.cpu_shm_comm)
+    collectives = Collectives(world)
+    folder = request.folder
+    folder.path.mkdir(parents=True, exist_ok=True)
+    log = RunLog(folder.log(world.rank), echo=world.is_first)
+    run = _Run(request, collectives, log, stop)
+    try:
+        run.begin()
+        run.loop()
+        run.finish()
+    finally:
+        run.close()
+        log.close()
+    return 0
+
+
+class _Run:
+    """The parts of a run that the loop's actions share."""
+
+    def __init__(
+        self, request: RunRequest, collectives: Collectives, log: RunLog, stop: StopFlag
+    ) -> None:
+        self.request, self.collectives, self.log, self.stop = request, collectives, log, stop
+        self.config = request.resolved.config
+        self.world = request.world
+        self.data = _open(self.config.data.train)
+        self.val = _open(self.config.data.val) if self.config.data.val else None
+        manifest = self.data.manifest
+        assert self.config.batch.global_batch is not None
+        self.order = Order(
+            manifest.shards.num_samples,
+            self.config.run.seed,
+            self.config.batch.global_batch,
+            self.config.data.lanes,
+            self.config.data.shuffle_block,
+            self.config.data.tail,
+            dataset_digest=manifest.digest,
+        )
+        self.rhythm = rhythm_of(self.config, self.order.usable)
+        self.audit = EpochAudit.expecting(manifest, self.order)
+        self.state = TrainState()
+        self.loader: Any = None
+        self.metrics: MetricsFile | None = None
+        self.board: TensorBoardWriter | None = None
+
+    def begin(self) -> None:
+        """Build the engine and bring it to where the run goes on."""
+        config, request = self.config, self.request
+        torch.manual_seed(stream(config.run.seed, "init") & (2**63 - 1))
+        model = create_model(config.model)
+        self.checkpoints = Checkpoints(
+            request.folder.checkpoints,
+            self.collectives,
+            self.log,
+            keep_last=config.run.keep_last,
+            metadata=self._metadata(),
+            topology={
+                "world_size": self.world.world_size,
+                "zero_stage": request.resolved.zero_stage,
+                "precision": config.run.precision,
+            },
+        )
+        checkpoint = self.checkpoints.find(request.resume)
+        if checkpoint is not None:
+            self.checkpoints.check_topology(checkpoint)
+        elif config.init.source:
+            self._initialise(model, config.init.source)
+        self.engine = Engine(model, request.resolved, build_loss(config.loss), self.world)
+        decay = config.optim.ema_decay
+        self.ema = Ema(self.engine.masters(), decay) if decay else None
+        if checkpoint is not None:
+            self._restore(self.checkpoints.load(checkpoint, self.engine, self.ema), checkpoint.path)
+        self._open_outputs()
+        self._announce(model)
+
+    def _initialise(self, model: VisionTransformer, source: str) -> None:
+        path = find_weights(source, ema=self.config.init.ema)
+        weights, _ = read_safetensors(path)
+        resize, new_head = self.config.init.pos_embed_resize, self.request.new_head
+        report = load_weights(model, weights, pos_embed_resize=resize, new_head=new_head)
+        self.log.line("init", source=path, report=report)
+
+    def _restore(self, saved: dict[str, Any], path: Path) -> None:
+        agreed = self.collectives.gather(saved)
+        if any(other != saved for other in agreed):
+            raise UserError(
+                f"the ranks read different states from {path}; is it one shared folder?"
+            )
+        self.order.check_state(saved["order"])
+        self.state = TrainState(saved["step"], saved["seen_examples"])
+        if self.world.is_first:
+            self.audit.load({int(epoch): pair for epoch, pair in saved["audit"].items()})
+        self.log.line("resume", checkpoint=path, step=self.state.step)
+        changes = changed_leaves(saved["recipe"], self.config.model_dump(mode="json"))
+        if changes and self.world.is_first:
+            self.log.warn(f"the recipe changed since this checkpoint: {'; '.join(changes)}")
+
+    def _open_outputs(self) -> None:
+        if not self.world.is_first:
+            return
+        folder = self.request.folder
+        folder.write_documents(
+            self.request.resolved, self.request.recipe_text, self.request.assignments
+        )
+        self.metrics = MetricsFile(folder.metrics, self.state.step)
+        self.board = TensorBoardWriter(folder.path / "tensorboard", self.state.step)
+
+    def _announce(self, model: VisionTransformer) -> None:
+        batch, config = self.request.resolved.batch, self.config
+        self.log.line(
+            "run",
+            run_dir=self.request.folder.path,
+            model=config.model.variant,
+            img_size=config.model.img_size,
+            params=sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()),
+            zero_stage=self.request.resolved.zero_stage,
+            precision=config.run.precision,
+            ranks=batch.world_size,
+            global_batch=f"{batch.global_batch}={batch.micro_batch}x{batch.grad_accum}x{batch.world_size}",
+            device=self.engine.device,
+        )
+        self.log.line(
+            "data",
+            train=config.data.train,
+            samples=self.data.manifest.num_samples,
+            classes=self.data.manifest.num_classes,
+            steps_per_epoch=f"{self.order.steps_per_epoch:.2f}",
+            total_steps=self.rhythm.total_steps,
+        )
+
+    def loop(self) -> None:
+        """Train from where the run stands to its last step."""
+        config, batch = self.config, self.request.resolved.batch
+        if self.state.step >= self.rhythm.total_steps:
+            return
+        recorder = StepRecorder(
+            self.order,
+            self.audit,
+            self.collectives,
+            self.log,
+            self._write_rows,
+            total_steps=self.rhythm.total_steps,
+            tolerate_skips=config.run.precision == "fp16",
+        )
+        self.recorder = recorder
+        schedule = schedule_of(config, self.rhythm.total_steps, self.order.usable)
+        self.loader = build_train_loader(
+            config.data,
+            config.augment,
+            self.data.storage,
+            self.data.manifest,
+            order=self.order,
+            img_size=config.model.img_size,
+            in_chans=config.model.in_chans,
+            rank=self.world.rank,
+            world_size=self.world.world_size,
+            micro_batch=batch.micro_batch,
+            start_step=self.state.step,
+            seed=config.run.seed,
+            pin_memory=self.engine.is_accelerated,
+        )
+        self.engine.train(True)
+        train(
+            self.state,
+            self.rhythm,
+            schedule,
+            self.engine,
+            self.ema,
+            self._batches(),
+            batch.grad_accum,
+            batch.global_batch,
+            recorder,
+            Actions(self._seed_step, self._save, self._evaluate, self._stop_reason),
+        )
+        self._save(self.state)
+
+    def _batches(self) -> Iterator[Batch]:
+        for number, item in enumerate(self.loader):
+            if number == 0 and self.state.step == 0 and self.board is not None:
+                self.board.image("train/first_batch", image_grid(item.images.numpy()), 0)
+            yield item
+
+    def _seed_step(self, step: int) -> None:
+        seed_stochastic_layers(stream(self.config.run.seed, "layers", step, self.world.rank))
+
+    def _stop_reason(self) -> str | None:
+        if not self.collectives.any(self.stop.reason is not None):
+            return None
+        reasons = [r for r in self.collectives.gather(self.stop.reason) if r]
+        return reasons[0]
+
+    def _write_rows(self, rows: list[dict[str, Any]]) -> None:
+        assert self.metrics is not None
+        assert self.board is not None
+        self.metrics.write(rows)
+        for row in rows:
+            self.board.scalars(row)
+        self.board.flush()
+
+    def _save(self, state: TrainState) -> None:
+        saved = {
+            "step": state.step,
+            "seen_examples": state.seen_examples,
+            "order": self.order.state(state.seen_examples),
+            "audit": self.recorder.audit_totals(),
+            "recipe": self.config.model_dump(mode="json"),
+        }
+        path = self.checkpoints.save(self.engine, self.ema, saved)
+        self.log.line("saved", checkpoint=path)
+
+    def _evaluate(self, state: TrainState) -> None:
+        if self.val is None:
+            return
+        config = self.config
+        batches = build_eval_loader(
+            config.data,
+            config.augment,
+            self.val.storage,
+            self.val.manifest,
+            img_size=config.model.img_size,
+            in_chans=config.model.in_chans,
+            rank=self.world.rank,
+            world_size=self.world.world_size,
+            micro_batch=self.request.resolved.batch.micro_batch,
+            pin_memory=self.engine.is_accelerated,
+        )
+        self.engine.train(False)
+        result = evaluate_classification(self.engine.logits, batches, self.collectives)
+        self.engine.train(True)
+        row: dict[str, Any] = {"step": state.step, "seen_examples": state.seen_examples}
+        row |= {f"val/{name}": value for name, value in result.items()}
+        if self.world.is_first:
+            self._write_rows([row])
+        self.log.line(f"val {state.step}/{self.rhythm.total_steps}", **result)
+
+    def finish(self) -> None:
+        """Evaluate at the end, once also when restarted behind the last step, and sum up."""
+        folder, last = self.request.folder, self.rhythm.total_steps
+        measured = self.collectives.from_first(
+            [
+                row
+                for row in read_metrics(folder.metrics)
+                if row["step"] == last and "val/top1" in row
+            ]
+        )
+        if self.val is not None and not measured:
+            self._evaluate(self.state)
+        if self.world.is_first:
+            rows = [row for row in read_metrics(folder.metrics) if row["step"] == last]
+            results = {k: v for row in rows for k, v in row.items() if k.startswith("val/")}
+            for path in write_curves(folder.metrics, folder.path / "curves"):
+                self.log.line("curve", file=path)
+            folder.mark_done(self.request.resolved, last, results)
+        self.log.line("done", steps=last, run_dir=folder.path)
+
+    def _metadata(self) -> dict[str, Any]:
+        augment = self.config.augment
+        return {
+            "version": 1,
+            "model": self.config.model.model_dump(mode="json"),
+            "input": {
+                "mean": list(augment.mean),
+                "std": list(augment.std),
+                "eval_crop": augment.eval_crop,
+                "eval_crop_ratio": augment.eval_crop_ratio,
+            },
+            "labels_sha256": self.data.manifest.labels_sha256,
+        }
+
+    def close(self) -> None:
+        """Let go of files, reader processes and the process group."""
+        if self.loader is not None:
+            self.loader.close()
+        for output in (self.metrics, self.board):
+            if output is not None:
+                output.close()
+        if hasattr(self, "engine"):
+            self.engine.close()
+
+
+def _open(uri: str) -> _Data:
+    storage = open_storage(uri)
+    return _Data(storage, load_manifest(storage))
+
+
+def _set_threads(world: World) -> None:
+    """Share the machine's cores among its ranks where the user has not decided.
+
+    The deepspeed launcher leaves it to torch, which then starts as many threads a rank as there are
+    cores, and all ranks together crawl.
+    """
+    if not os.environ.get("OMP_NUM_THREADS"):
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, cores // world.local_world_size))
+
+
+def total_steps_of(config: RunConfig, samples_an_epoch: int) -> int:
+    """Return the length of a run in steps."""
+    assert config.batch.global_batch is not None
+    duration = Duration.parse(config.run.duration)
+    return duration.steps(num_samples=samples_an_epoch, global_batch=config.batch.global_batch)
+
+
+def rhythm_of(config: RunConfig, samples_an_epoch: int) -> Rhythm:
+    """Turn the recipe's durations into steps."""
+    total = total_steps_of(config, samples_an_epoch)
+
+    def steps(text: str | None) -> int | None:
+        return _steps(config, text, samples_an_epoch, total) if text else None
+
+    return Rhythm(
+        total_steps=total,
+        log_every=config.run.log_every,
+        save_every=steps(config.run.save_every),
+        eval_every=steps(config.run.eval_every),
+        stop_at=steps(config.run.stop_at),
+    )
+
+
+def schedule_of(config: RunConfig, total_steps: int, samples_an_epoch: int) -> Schedule:
+    """Build the recipe's learning-rate schedule."""
+    optim = config.optim
+    return Schedule(
+        peak_lr=optim.lr,
+        min_lr=optim.min_lr,
+        warmup_steps=_steps(config, optim.warmup, samples_an_epoch, total_steps),
+        total_steps=total_steps,
+        decay=optim.schedule,
+    )
+
+
+def _steps(config: RunConfig, text: str, samples_an_epoch: int, total_steps: int) -> int:
+    assert config.batch.global_batch is not None
+    return Duration.parse(text).steps(
+        num_samples=samples_an_epoch,
+        global_batch=config.batch.global_batch,
+        total_steps=total_steps,
+    )
