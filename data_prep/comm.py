@@ -18,7 +18,7 @@ from itertools import islice
 from multiprocessing import get_context
 from typing import Any, Protocol
 
-from vitscale.config.errors import EXIT_FAILED, VitscaleError
+from vitscale.config.errors import EXIT_FAILED, UserError, VitscaleError
 
 # (rank, size) as the launchers of MPICH, Slurm, Open MPI and PMIx announce them; PMIx gives no
 # size.
@@ -67,7 +67,14 @@ def run(body: Callable[[Crew], int], follow: Callable[[], Work], workers: int) -
     if rank is None or size == 1:
         return body(LocalCrew(workers))
     crew = MpiCrew()
-    if crew.size == 0:
+    found = crew.size + 1
+    if size is not None and found != size:
+        # Else every rank would take itself for the only one, and do everything.
+        raise UserError(
+            f"the launcher announces {size} ranks, the MPI library of mpi4py sees {found}: they are "
+            "of different MPIs; start with the mpiexec that belongs to it, or without mpiexec"
+        )
+    if found == 1:
         return body(LocalCrew(workers))
     return crew.command(body, follow)
 
@@ -143,8 +150,13 @@ class MpiCrew:
     """All other ranks of an MPI job; rank 0 hands out and does no work itself."""
 
     def __init__(self) -> None:
-        from mpi4py import MPI
-
+        try:
+            from mpi4py import MPI
+        except (ImportError, RuntimeError) as error:
+            raise UserError(
+                f"an MPI launcher started this process, but mpi4py cannot load MPI ({error}); "
+                "load the cluster's MPI, or `pip install mpi4py mpich`, or start without mpiexec"
+            ) from error
         self._mpi = MPI
         self._comm = MPI.COMM_WORLD
         self.rank = self._comm.Get_rank()

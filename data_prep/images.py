@@ -134,9 +134,8 @@ def _open(data: bytes) -> Image.Image:
         except (
             Exception
         ) as error:  # a parser may raise anything on hostile bytes: each is a verdict on this input
-            raise BadImageError(
-                f"corrupt: the header cannot be parsed ({_brief(error)})"
-            ) from error
+            word = _word_for(error)
+            raise BadImageError(f"{word}: the header cannot be parsed ({_brief(error)})") from error
     width, height = image.size
     if width * height > MAX_PIXELS:
         raise BadImageError(f"too_large: {width} x {height} px, the limit is {MAX_PIXELS} px")
@@ -206,8 +205,7 @@ def _decode(image: Image.Image) -> None:
         try:
             image.load()
         except Exception as error:  # as in _open
-            word = "truncated" if "truncated" in str(error) else "corrupt"
-            raise BadImageError(f"{word}: {_brief(error)}") from error
+            raise BadImageError(f"{_word_for(error)}: {_brief(error)}") from error
 
 
 def _resize(image: Image.Image, data: bytes, policy: ImagePolicy) -> Prepared:
@@ -254,6 +252,10 @@ def _orientation(image: Image.Image) -> int:
     except Exception:  # metadata that cannot be parsed says nothing about the orientation
         return 1
     return value if value in TRANSPOSED else 1
+
+
+def _word_for(error: Exception) -> str:
+    return "truncated" if "truncated" in str(error).lower() else "corrupt"
 
 
 def _brief(error: Exception) -> str:

@@ -184,8 +184,8 @@ def _parser() -> argparse.ArgumentParser:
         "--image",
         default="keep",
         choices=["keep", "resize"],
-        help="keep: the input's bytes (default); resize: shorter side at most --side, as JPEG, EXIF "
-        "orientation applied; images that are small enough already keep their bytes",
+        help="keep: the input's bytes (default); resize: shorter side at most --side, as JPEG, "
+        "EXIF orientation applied; images that are small enough keep their bytes",
     )
     add(
         "--side", type=int, default=512, help="shorter side in px for --image resize (default: 512)"

@@ -1,6 +1,7 @@
 """What pretrain and finetune share: flags, the check of all input, and the way into the run."""
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import vitscale
 from launchers.dry_run import describe
 from vitscale.config.ds_json import Resolved, load_ds_json, resolve
 from vitscale.config.errors import UserError, VitscaleError, exit_code_of
-from vitscale.config.load import find_config, load_recipe
+from vitscale.config.load import find_config, is_told, load_recipe
 from vitscale.config.recipe import BuildSection, RunConfig
 from vitscale.data.manifest import MANIFEST_NAME, Manifest, load_manifest
 from vitscale.data.storage import open_storage
@@ -88,50 +89,67 @@ class TrainingCommand:
         return parser
 
     def _run(self, options: argparse.Namespace, world: World) -> int:
-        recipe_path, ds_path = find_config(options.recipe), find_config(options.ds_config)
+        recipe_path, ds_path = _find_both(options.recipe, options.ds_config)
         assignments = list(options.set)
         if options.init:
-            assignments.append(f"init.source={options.init}")
-        resolved = self._resolve(recipe_path, ds_path, assignments, world)
-        name = f"{recipe_path.stem}-{ds_path.stem}"
-        run_dir = Path(options.run_dir or f"runs/{name}").expanduser()
+            assignments.append(f"init.source={json.dumps(options.init)}")
+        run_dir = Path(options.run_dir or f"runs/{recipe_path.stem}-{ds_path.stem}").expanduser()
+        resolved = self._resolve(recipe_path, ds_path, assignments, options, run_dir, world)
         if options.dry_run:
             if world.is_first:
                 print(describe(resolved, run_dir, _manifest_or_none(resolved.config.data.train)))
             return 0
-        _check_resume(options.resume)
         resolved = _with_classes(resolved, _ensure_data(resolved.config, world))
         if self._already_done(resolved, run_dir, world):
             return 0
         return self._train(options, resolved, run_dir, recipe_path, assignments, world)
 
     def _resolve(
-        self, recipe_path: Path, ds_path: Path, assignments: list[str], world: World
+        self,
+        recipe_path: Path,
+        ds_path: Path,
+        assignments: list[str],
+        options: argparse.Namespace,
+        run_dir: Path,
+        world: World,
     ) -> Resolved:
-        """Read and match both documents; every problem of both goes into one error."""
+        """Read and match both documents; every problem of them and the flags goes into one error.
+
+        Contradictions are told although there are other problems too, unless they follow from them.
+        """
         config, problems = load_recipe(recipe_path, assignments)
+        sound_recipe = not problems
         ds, ds_problems = load_ds_json(ds_path)
         problems += ds_problems
         resolved = None
         if config is not None:
-            # Contradictions are worth telling although there are other problems too.
             resolved, more = resolve(config, ds, world.world_size, recipe_path.name, ds_path.name)
-            problems += [text for text in more if text not in problems]
+            problems += [text for text in more if not is_told(text, problems)]
             problems += self._problems(config)
+        if not options.dry_run:
+            problems += _resume_problems(options.resume)
+            # Leaves of an unsound recipe may not be what is meant: their files are not looked for.
+            if config is not None and sound_recipe:
+                problems += _missing_files(config, run_dir, options.resume)
         if problems or resolved is None:
             listed = "\n".join(f"  - {text}" for text in problems)
             raise UserError(
                 f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in "
-                f"{recipe_path} and {ds_path}:\n{listed}"
+                f"{recipe_path}, {ds_path} and the flags:\n{listed}"
             )
         return resolved
 
     def _problems(self, config: RunConfig) -> list[str]:
+        problems = []
         if self.new_head and not config.init.source:
-            return ["finetune needs weights to start from: --init RUN_DIR, CHECKPOINT or FILE"]
+            problems.append(
+                "finetune needs weights to start from: --init RUN_DIR, CHECKPOINT or FILE"
+            )
         if self.new_head and config.model.head == "mlp":
-            return ['model.head = "mlp" is for pre-training; fine-tuning puts a new linear head on']
-        return []
+            problems.append(
+                'model.head = "mlp" is for pre-training; fine-tuning puts a new linear head on'
+            )
+        return problems
 
     def _already_done(self, resolved: Resolved, run_dir: Path, world: World) -> bool:
         """Say so and return True when this very run is complete; all ranks read the same file."""
@@ -178,9 +196,51 @@ class TrainingCommand:
             lock.release()
 
 
-def _check_resume(resume: str) -> None:
-    if resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
-        raise UserError(f"--resume {resume!r} is neither auto, never nor a checkpoint folder")
+def _find_both(recipe: str, ds_config: str) -> tuple[Path, Path]:
+    """Find both documents; when both are missing, one message says so."""
+    found: list[Path] = []
+    problems = []
+    for path in (recipe, ds_config):
+        try:
+            found.append(find_config(path))
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(problems))
+    return found[0], found[1]
+
+
+def _resume_problems(resume: str) -> list[str]:
+    if resume in ("auto", "never") or Path(resume).expanduser().is_dir():
+        return []
+    return [f"--resume {resume!r} is neither auto, never nor a checkpoint folder"]
+
+
+def _missing_files(config: RunConfig, run_dir: Path, resume: str) -> list[str]:
+    """Say which datasets and weights are not there and cannot be made."""
+    problems = [
+        f"{leaf}: no dataset at {uri}; pack it (vitscale pack --source KIND:URI --out {uri}), "
+        f"correct {leaf}, or say in [data.build] how it is made"
+        for leaf, uri, section in _datasets(config)
+        if section is None and _manifest_or_none(uri) is None
+    ]
+    source = config.init.source
+    # A run that goes on from a checkpoint of its own does not look at the source again.
+    starts = resume == "never" or (resume == "auto" and not (run_dir / "checkpoints").is_dir())
+    if starts and source is not None and not Path(source).expanduser().exists():
+        problems.append(
+            f"init.source: no run, checkpoint or file at {source!r}; correct it or train that first"
+        )
+    return problems
+
+
+def _datasets(config: RunConfig) -> list[tuple[str, str, BuildSection | None]]:
+    """List leaf, URI and the way to make it of the datasets that the recipe reads."""
+    build = config.data.build
+    datasets = [("data.train", config.data.train, build.train if build else None)]
+    if config.data.val is not None:
+        datasets.append(("data.val", config.data.val, build.val if build else None))
+    return datasets
 
 
 def _manifest_or_none(uri: str) -> Manifest | None:
@@ -193,20 +253,9 @@ def _ensure_data(config: RunConfig, world: World) -> Manifest:
 
     This is before any process group exists: the first rank packs, the others look for the result.
     """
-    build = config.data.build
-    wanted = [(config.data.train, build.train if build else None)]
-    if config.data.val is not None:
-        wanted.append((config.data.val, build.val if build else None))
-    missing = [(uri, section) for uri, section in wanted if _manifest_or_none(uri) is None]
-    hopeless = [uri for uri, section in missing if section is None]
-    if hopeless:
-        raise UserError(
-            "; ".join(f"no dataset at {uri}" for uri in hopeless)
-            + f": pack it first (vitscale pack --source KIND:URI --out {hopeless[0]}), or correct "
-            "data.train / data.val"
-        )
-    for uri, section in missing:
-        assert section is not None
+    for _, uri, section in _datasets(config):
+        if section is None or _manifest_or_none(uri) is not None:
+            continue
         if world.is_first:
             _pack(uri, section)
         while _manifest_or_none(uri) is None:

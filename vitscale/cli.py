@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     verb, rest = words[0], words[1:]
     if verb not in VERBS:
-        close = difflib.get_close_matches(verb, VERBS, n=1)
+        close = difflib.get_close_matches(verb.lower(), VERBS, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(VERBS)}"
         print(f"error: no verb {verb!r}; {hint}", file=sys.stderr)
         return 2

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.small_dataset import RemoteFiles, flip_byte, local_dataset, remote_dataset
+from tests.helpers.small_dataset import (
+    RemoteFiles,
+    flip_byte,
+    local_dataset,
+    remote_dataset,
+    write_dataset,
+)
 from vitscale.config.errors import DataError, UserError, VitscaleError
 from vitscale.data.cache import ShardCache
 from vitscale.data.storage import open_storage
@@ -240,9 +246,12 @@ def test_cache_evicts_the_least_recently_used(tmp_path):
     assert used <= cache.limit_bytes
 
 
-def test_cache_never_evicts_what_another_process_holds(tmp_path):
+@pytest.mark.parametrize("cached_before", [False, True])
+def test_cache_never_evicts_what_another_process_holds(tmp_path, cached_before):
     storage, manifest = logged(tmp_path, [5] * 4)
     limit = int(manifest.shards.num_bytes.max())
+    if cached_before:
+        content(ShardCache(storage, manifest, tmp_path / "cache", limit), 0)
 
     def hold(ready, done):
         ShardCache(storage, manifest, tmp_path / "cache", limit).open(0)
@@ -282,8 +291,6 @@ def test_cache_that_cannot_be_written_says_where(tmp_path):
 
 @pytest.mark.s3
 def test_cache_processes_fill_from_s3(tmp_path, s3_uri):
-    from tests.helpers.small_dataset import write_dataset
-
     manifest = write_dataset(open_storage(s3_uri), [4] * 5)
     expected = [open_storage(s3_uri).read_bytes(name) for name in manifest.shards.names]
 

@@ -272,6 +272,21 @@ def test_order_shuffles_within_few_shards_and_draws_from_many():
     assert len(set(batch.tolist())) > 24
 
 
+def test_order_windows_of_one_epoch_are_shuffled_differently():
+    # Two lanes of four windows of two shards, 20 places each.
+    order = Order(np.full(16, 10), 0, 2, 2, 2)
+    found = order.samples(np.arange(160, dtype=np.int64))
+    patterns = set()
+
+    for lane in range(2):
+        for window in range(4):
+            part = slice(lane + window * 40, lane + (window + 1) * 40, 2)
+            first = found.shard_id[part] == found.shard_id[part][0]
+            patterns.add((tuple(first), tuple(found.index[part])))
+
+    assert len(patterns) == 8
+
+
 def test_order_class_sorted_shards_give_mixed_batches():
     # 40 classes, ten shards each, stored one class after the other.
     order = Order(np.full(400, 100), 0, 64, 64, 16)

@@ -37,6 +37,8 @@ class Duration:
                 'such as "60steps", "3epochs", "1.2e9examples" or "5%"'
             )
         value = float(match[1].replace("_", ""))
+        if not math.isfinite(value):
+            raise ValueError(f"{text!r} is too long a duration")
         if unit in {"steps", "examples"} and value != int(value):
             raise ValueError(f"{text!r}: {unit} must be a whole number")
         return cls(value, unit)

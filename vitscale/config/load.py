@@ -1,7 +1,9 @@
 """From files and flags to a RunConfig: TOML, `--set`, and every problem in one message."""
 
+import copy
 import difflib
 import json
+import sys
 import tomllib
 import types
 import typing
@@ -26,16 +28,27 @@ def find_config(path: str) -> Path:
     if given.is_file():
         return given
     # An installed package carries them inside, a checkout beside it.
-    shipped = [
-        folder / given.name for folder in (PACKAGE_DIR / "configs", PACKAGE_DIR.parent / "configs")
-    ]
+    folders = [PACKAGE_DIR / "configs", PACKAGE_DIR.parent / "configs"]
     if given.parent in (Path("."), Path("configs")):
-        for candidate in shipped:
-            if candidate.is_file():
-                return candidate
-    known = sorted(p.name for c in shipped if c.parent.is_dir() for p in c.parent.iterdir())
-    hint = difflib.get_close_matches(given.name, known, n=1)
-    raise UserError(f"no file {path!r}" + (f"; did you mean configs/{hint[0]}?" if hint else ""))
+        for folder in folders:
+            if (folder / given.name).is_file():
+                return folder / given.name
+    beside = _files_in(given.parent, given.suffix)
+    shipped = {f"configs/{f.name}" for folder in folders for f in _files_in(folder, given.suffix)}
+    known = {path.stem: str(path) for path in beside} | {Path(p).stem: p for p in sorted(shipped)}
+    close = difflib.get_close_matches(given.stem, known, n=1)
+    hint = (
+        f"did you mean {known[close[0]]}?" if close else f"there are {', '.join(sorted(shipped))}"
+    )
+    raise UserError(f"no file {path!r}; {hint}")
+
+
+def _files_in(folder: Path, suffix: str) -> list[Path]:
+    """List the recipes of a folder, or the JSONs; both when the suffix is neither's."""
+    kinds = {suffix} & {".toml", ".json"} or {".toml", ".json"}
+    if not folder.is_dir():
+        return []
+    return sorted(f for f in folder.iterdir() if f.suffix in kinds and f.is_file())
 
 
 def parse_set(assignment: str) -> tuple[list[str], Any]:
@@ -79,7 +92,8 @@ def load_recipe(path: Path, assignments: list[str]) -> tuple[RunConfig | None, l
     """Read a recipe with its overrides.
 
     Returns:
-        The recipe, or None where it cannot be built, and all problems found.
+        The recipe, or None where there is none, and all problems found. Where there are problems
+        it holds the sound leaves only, so that contradictions among them can be told as well.
     """
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -87,13 +101,55 @@ def load_recipe(path: Path, assignments: list[str]) -> tuple[RunConfig | None, l
         return None, [f"{path} is not TOML: {error}"]
     problems = apply_sets(tree, assignments)
     try:
-        # The JSON route is strict and still takes TOML's arrays where the tree has tuples.
-        config = RunConfig.model_validate_json(json.dumps(tree))
-    except ValidationError as error:
-        return None, problems + [_sentence(detail) for detail in error.errors()]
+        text = json.dumps(tree)
     except TypeError as error:
         return None, [*problems, f"{path}: {error}; dates and times have no place in a recipe"]
-    return config, problems + list(config.problems())
+    config, faults = _validate(text)
+    if config is None:
+        problems += dict.fromkeys(_sentence(fault) for fault in faults)
+        config, _ = _validate(json.dumps(_without(tree, faults)))
+    more = config.problems() if config is not None else ()
+    return config, problems + [text for text in more if not is_told(text, problems)]
+
+
+def is_told(text: str, problems: list[str]) -> bool:
+    """Whether a problem only follows from another one with the same leaf, or is that one."""
+    leaf = text.split()[0]
+    return any(problem == text or problem.startswith(f"{leaf}:") for problem in problems)
+
+
+def _validate(text: str) -> tuple[RunConfig | None, list[Any]]:
+    try:
+        # The JSON route is strict and still takes TOML's arrays where the tree has tuples.
+        return RunConfig.model_validate_json(text), []
+    except ValidationError as error:
+        return None, list(error.errors())
+
+
+# What is missing and needed gets these values while the rest is checked; no check looks at them.
+STAND_INS: dict[str, dict[str, Any]] = {
+    "data": {"train": "missing"},
+    "optim": {"lr": sys.float_info.max},
+    "run": {"duration": "1steps"},
+}
+
+
+def _without(tree: dict[str, Any], faults: list[Any]) -> dict[str, Any]:
+    """Copy a tree without its faulty leaves, and with stand-ins for those that must be there."""
+    tree = copy.deepcopy(tree)
+    for fault in faults:
+        node: Any = tree
+        *tables, leaf = fault["loc"]
+        for part in tables:
+            # Inside a tuple or a union the whole leaf is left out.
+            if not isinstance(node.get(part), dict):
+                leaf = part
+                break
+            node = node[part]
+        node.pop(leaf, None)
+    for table, leaves in STAND_INS.items():
+        tree[table] = {**leaves, **tree.get(table, {})}
+    return tree
 
 
 def _sentence(detail: Any) -> str:

@@ -4,23 +4,29 @@ A recipe is a TOML file with these tables. Two kinds of leaf may be left out: th
 here, and those marked "or from the DeepSpeed JSON", which ds_json.py fills or matches.
 """
 
+import math
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from vitscale.config.duration import Duration
 from vitscale.config.variants import resolve_shape
 
 
-def _checked_duration(text: str) -> str:
-    Duration.parse(text)
+def _checked_duration(text: Any) -> Any:
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        raise ValueError(f'a duration needs a unit, such as "{text}steps" or "{text}epochs"')
+    if isinstance(text, str):
+        Duration.parse(text)
     return text
 
 
-DurationText = Annotated[str, AfterValidator(_checked_duration)]
+DurationText = Annotated[str, BeforeValidator(_checked_duration)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(gt=0)]
+# Examples at a time: the bound catches slips, and keeps the search for better numbers short.
+BatchSize = Annotated[int, Field(gt=0, lt=2**31)]
 Rgb = tuple[float, float, float]
 
 
@@ -168,10 +174,10 @@ class BatchConfig(Section):
     """Batch sizes; gradient accumulation follows from them and the number of ranks."""
 
     # Examples of one step over all ranks; or from the DeepSpeed JSON.
-    global_batch: Positive | None = None
+    global_batch: BatchSize | None = None
     # Examples of one rank in one forward pass; or from the DeepSpeed JSON; in neither: global_batch
     # divided by the number of ranks.
-    micro_batch: Positive | None = None
+    micro_batch: BatchSize | None = None
 
 
 class InitConfig(Section):
@@ -242,12 +248,14 @@ class RunConfig(Section):
                 'loss.name = "sigmoid"; set it to 0 or use "softmax"'
             )
         if self.data.build is not None and self.data.build.val and self.data.val is None:
-            yield "data.build.val is given but data.val does not say where to"
+            yield (
+                "data.build.val is given but data.val does not say where to; give both or neither"
+            )
         batch, lanes = self.batch.global_batch, self.data.lanes
         if batch and lanes and batch % lanes:
             yield (
                 f"data.lanes = {lanes} must divide batch.global_batch = {batch}; "
-                f"the nearest that do: {_nearest_divisors(batch, lanes)}"
+                f"the nearest that do: {nearest_divisors(batch, lanes)}"
             )
         for name in ("eval_every", "save_every", "stop_at", "duration"):
             text = getattr(self.run, name)
@@ -260,7 +268,9 @@ class RunConfig(Section):
                 yield f'run.duration = "{text}": a run cannot be a percentage of itself'
 
 
-def _nearest_divisors(number: int, wish: int) -> str:
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    divisors.sort(key=lambda d: abs(d - wish))
-    return ", ".join(str(d) for d in sorted(divisors[:3]))
+def nearest_divisors(number: int, wish: int) -> str:
+    """Name the divisors of a number that are nearest to a wish."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    divisors = {d for low in small for d in (low, number // low)}
+    nearest = sorted(divisors, key=lambda d: (abs(d - wish), d))[:3]
+    return ", ".join(str(d) for d in sorted(nearest))

@@ -166,7 +166,7 @@ def _shape_problems(
         below = embed_dim // num_heads * num_heads
         widths = " or ".join(str(width) for width in (below, below + num_heads) if width > 0)
         yield (
-            f"embed_dim = {embed_dim} does not divide into num_heads = {num_heads}; "
+            f"model.embed_dim = {embed_dim} does not divide into model.num_heads = {num_heads}; "
             f"nearest widths that do: {widths}"
         )
     # Four parts (sine and cosine of x and y), each of at least two frequencies.

@@ -43,8 +43,9 @@ class EpochAudit:
     """Count and sum the keys that were fed, epoch by epoch.
 
     Each rank adds what it consumed; `totals` of all ranks are added up (an all-reduce of int64,
-    which wraps around as the sums should) and judged by `verdict`. For a checkpoint, store the
-    added-up totals; after a restart, one rank loads them and the others begin empty.
+    which wraps around as the sums should) and judged by `verdict`. Between two steps the epochs
+    below `order.epoch_at(seen_examples)` are complete and that one alone is begun: its added-up
+    totals belong in a checkpoint; after a restart, one rank loads them, the others begin empty.
 
     Args:
         num_examples: Examples one epoch must feed, substitutes not counted.
@@ -97,11 +98,6 @@ class EpochAudit:
             mine = counted & (epochs == epoch)
             row = self._epochs.setdefault(int(epoch), np.zeros(2, dtype=np.uint64))
             row += np.array([mine.sum(), hashes[mine].sum(dtype=np.uint64)], dtype=np.uint64)
-
-    @property
-    def open_epochs(self) -> list[int]:
-        """Epochs that something was added to and that were not closed, ascending."""
-        return sorted(self._epochs)
 
     def totals(self, epochs: Sequence[int]) -> NDArray[np.int64]:
         """Give this rank's part of some epochs.

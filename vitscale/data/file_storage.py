@@ -62,8 +62,8 @@ def sweep_temps_in(folder: Path) -> int:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink(missing_ok=True)
                 count += 1
-        except (BlockingIOError, FileNotFoundError):
-            continue  # a live writer holds it, or another sweeper was faster
+        except (BlockingIOError, FileNotFoundError, PermissionError):
+            continue  # a live writer holds it, another sweeper was faster, or it is another user's
     return count
 
 
@@ -164,10 +164,11 @@ class FileStorage:
                     temp = None
                     return True
                 # link() fails when the name is taken; rename() would replace it.
-                os.link(temp, target)
+                try:
+                    os.link(temp, target)
+                except FileExistsError:
+                    return False
                 return True
-        except FileExistsError:
-            return False
         except OSError as error:
             raise self._failed(name, "write", error) from error
         finally:

@@ -6,15 +6,16 @@ the run with a message that says where it lies; normalisation is left to the tra
 """
 
 import atexit
+import contextlib
 import ctypes
 import multiprocessing
+import multiprocessing.connection
 import os
 import resource
 import signal
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 
 import torch
 from torch.utils.data import DataLoader
@@ -32,6 +33,8 @@ from vitscale.data.storage import Storage
 # Files a reader process may have open, where the system allows it to ask for so many.
 _MAX_FILES = 8192
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# How long a reader whose connection broke may take to be seen as dead.
+_REAP_S = 1.0
 
 
 class _WorkerSetup:
@@ -57,6 +60,8 @@ class _WorkerSetup:
 
 class TrainLoader:
     """Iterates over the micro-batches of one rank; its readers start at once.
+
+    Build it in the main thread: readers end with the thread that started them.
 
     Args:
         examples: Makes the batches.
@@ -98,12 +103,40 @@ class TrainLoader:
     def __next__(self) -> Batch:
         if self._batches is None:
             raise StopIteration
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches)
+        except (RuntimeError, OSError, EOFError) as error:
+            batch = self._loss_of_reader()
+            if batch is None:
+                raise
+            self.close()
+            raise batch from error
         if isinstance(batch, VitscaleError):
             self.close()
             raise batch
         assert isinstance(batch, Batch)
         return batch
+
+    def _loss_of_reader(self) -> VitscaleError | None:
+        # torch notices a dead reader in several ways, some of them a bare "connection reset"; its
+        # handler of SIGCHLD may then raise in the middle of this, once for each dead reader.
+        for _ in range(len(self._workers) + 1):
+            with contextlib.suppress(RuntimeError):
+                return self._find_dead_reader()
+        return None
+
+    def _find_dead_reader(self) -> VitscaleError | None:
+        multiprocessing.connection.wait([w.sentinel for w in self._workers], _REAP_S)
+        for worker in self._workers:
+            if not worker.is_alive() and worker.exitcode:
+                code = worker.exitcode
+                how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+                return VitscaleError(
+                    f"reader process {worker.pid} was ended {how} from outside; if the machine ran "
+                    "out of memory, lower data.num_workers or data.prefetch_batches, if /dev/shm "
+                    "did (SIGBUS), make it larger"
+                )
+        return None
 
     def close(self) -> None:
         """Stop the readers and close the shards; the loader is finished afterwards."""
@@ -153,7 +186,7 @@ class EvalLoader:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Batch]:
-        with closing(TrainLoader(*self._arguments)) as batches:
+        with contextlib.closing(TrainLoader(*self._arguments)) as batches:
             yield from batches
 
 

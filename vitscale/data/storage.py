@@ -139,8 +139,9 @@ class S3Storage:
         from botocore.exceptions import (
             BotoCoreError,
             ClientError,
-            HTTPClientError,
             IncompleteReadError,
+            ReadTimeoutError,
+            ResponseStreamingError,
         )
         from urllib3.exceptions import HTTPError
 
@@ -153,7 +154,12 @@ class S3Storage:
                 if code in ("404", "NoSuchKey", "NotFound"):
                     raise FileNotFoundError(f"{where} does not exist") from None
                 raise StorageError(f"cannot {action} {where}: {code}: {error}") from error
-            except (HTTPClientError, IncompleteReadError, HTTPError, ConnectionError) as error:
+            except (
+                IncompleteReadError,
+                ReadTimeoutError,
+                ResponseStreamingError,
+                HTTPError,
+            ) as error:
                 if attempt + 1 == BODY_ATTEMPTS:
                     text = f"cannot {action} {where} after {BODY_ATTEMPTS} tries: {error}"
                     raise StorageError(text) from error
@@ -314,7 +320,7 @@ def _make_client() -> Any:
     from botocore.config import Config
 
     settings = {
-        "retries": {"mode": "standard", "max_attempts": 10},
+        "retries": {"mode": "standard", "max_attempts": 8},
         "connect_timeout": 10,
         "read_timeout": 60,
         "max_pool_connections": 32,

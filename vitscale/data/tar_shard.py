@@ -11,10 +11,12 @@ after every sample.
 """
 
 import hashlib
+import tarfile
 from typing import Any, BinaryIO
 
 BLOCK_BYTES = 512
 FILE_MODE = 0o644
+COPY_BYTES = 1 << 20  # an image is handed over in one piece: one write, one hash update
 
 
 class HashingFile:
@@ -105,4 +107,8 @@ def _tar_writer(out: HashingFile) -> Any:
         def tarmode(fileobj: object, compress: object = None) -> str:
             return "w"
 
-    return PlainTarWriter(out, user="", group="", mode=FILE_MODE, mtime=0, encoder=False)
+    writer = PlainTarWriter(out, user="", group="", mode=FILE_MODE, mtime=0, encoder=False)
+    # TarWriter means USTAR but does not say so to tarfile; the bytes are the same, made faster.
+    writer.tarstream.format = tarfile.USTAR_FORMAT
+    writer.tarstream.copybufsize = COPY_BYTES
+    return writer

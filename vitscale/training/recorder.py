@@ -32,6 +32,7 @@ class StepRecorder:
         collectives: All ranks flush together.
         log: Where progress lines go.
         write_rows: Takes the rows; called on the first rank.
+        seen_examples: Examples consumed before the first step that is recorded.
         total_steps: For the time left.
         tolerate_skips: Whether non-finite gradients may occur (fp16's loss scale).
     """
@@ -44,6 +45,7 @@ class StepRecorder:
         log: RunLog,
         write_rows: WriteRows,
         *,
+        seen_examples: int,
         total_steps: int,
         tolerate_skips: bool,
     ) -> None:
@@ -57,6 +59,8 @@ class StepRecorder:
         self._step_losses: list[Tensor] = []
         self._step_hashes: list[NDArray[np.int64]] = []
         self._skips_in_a_row = 0
+        # Earlier epochs are complete and judged.
+        self._next_epoch = order.epoch_at(seen_examples)
         self._window_start = time.perf_counter()
 
     def add(self, batch: Batch, loss: Tensor, wait_s: float) -> None:
@@ -165,7 +169,8 @@ class StepRecorder:
 
     def _judge_epochs(self, seen_examples: int) -> None:
         current = self._order.epoch_at(seen_examples)
-        due = self._collectives.from_first([e for e in self._audit.open_epochs if e < current])
+        due = list(range(self._next_epoch, current))
+        self._next_epoch = current
         if not due:
             return
         totals = self._collectives.sum(self._audit.totals(due).reshape(-1).tolist())
@@ -182,12 +187,9 @@ class StepRecorder:
         self._audit.close(due)
 
     def audit_totals(self) -> dict[str, list[int]]:
-        """Totals of the epochs that are not complete, over all ranks; for a checkpoint."""
-        epochs = sorted(
-            {e for part in self._collectives.gather(self._audit.open_epochs) for e in part}
-        )
-        totals = self._collectives.sum(self._audit.totals(epochs).reshape(-1).tolist())
-        return {str(e): totals[2 * k : 2 * k + 2] for k, e in enumerate(epochs)}
+        """Totals over all ranks of the epoch that is begun and not complete; for a checkpoint."""
+        totals = self._collectives.sum(self._audit.totals([self._next_epoch]).reshape(-1).tolist())
+        return {str(self._next_epoch): totals}
 
     def _say(
         self, rows: list[dict[str, Any]], elapsed_s: float, speed: float, skipped: int

@@ -236,6 +236,7 @@ class _Run:
             self.collectives,
             self.log,
             self._write_rows,
+            seen_examples=self.state.seen_examples,
             total_steps=self.rhythm.total_steps,
             tolerate_skips=config.run.precision == "fp16",
         )

@@ -1,0 +1,139 @@
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile
+
+from tests.helpers.small_dataset import encoded, picture
+from vitscale.config.errors import DataError
+from vitscale.data.decode import MAX_PIXELS, decode_rgb
+
+GREY = np.arange(256, dtype=np.uint8).reshape(16, 16)
+
+
+def png_header(width, height):
+    """A PNG of a few bytes that claims to be huge."""
+
+    def chunk(kind, body):
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    body = chunk(b"IDAT", zlib.compress(bytes(100)))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + body + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("JPEG", {"quality": 90}),
+        ("JPEG", {"quality": 90, "progressive": True}),
+        ("PNG", {}),
+        ("WEBP", {"lossless": True}),
+    ],
+    ids=["jpeg", "progressive", "png", "webp"],
+)
+def test_decode_equals_pillow(kind, options):
+    data = encoded(picture(0), kind, **options)
+
+    pixels = decode_rgb(data, 3)
+
+    assert pixels.shape == (40, 48, 3)
+    assert pixels.dtype == np.uint8
+    assert (pixels == np.asarray(Image.open(io.BytesIO(data)))).all()
+    if kind != "JPEG":
+        assert (pixels == np.asarray(picture(0))).all()
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA"])
+@pytest.mark.parametrize("in_chans", [1, 3])
+def test_decode_modes_of_png(mode, in_chans):
+    image = picture(1).convert("RGB").convert(mode)
+
+    pixels = decode_rgb(encoded(image, "PNG"), in_chans)
+
+    expected = np.asarray(image.convert("RGB" if in_chans == 3 else "L"))
+    assert (pixels.squeeze() == expected).all()
+    assert pixels.shape == (40, 48, in_chans)
+
+
+def test_decode_palette_with_transparency():
+    image = picture(1).convert("P")
+    data = encoded(image, "PNG", transparency=bytes(range(0, 256, 2)))
+
+    assert (decode_rgb(data, 3) == np.asarray(image.convert("RGB"))).all()
+
+
+def test_decode_cmyk_jpeg_keeps_its_colours():
+    data = encoded(picture(2).convert("CMYK"), "JPEG", quality=100, subsampling=0)
+
+    difference = decode_rgb(data, 3).astype(int) - np.asarray(picture(2)).astype(int)
+
+    assert abs(difference).mean() < 3
+
+
+def test_decode_16_bit_grey_keeps_the_upper_byte():
+    values = GREY.astype(np.uint16) * 256 + 77
+
+    for in_chans in (1, 3):
+        pixels = decode_rgb(encoded(Image.fromarray(values), "PNG"), in_chans)
+
+        assert pixels.shape == (16, 16, in_chans)
+        assert (pixels == GREY[:, :, None]).all()
+
+
+def test_decode_grey_to_rgb_repeats_the_channel():
+    pixels = decode_rgb(encoded(Image.fromarray(GREY), "PNG"), 3)
+
+    assert (pixels == GREY[:, :, None]).all()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("part", [0.3, 0.6, 0.95])
+def test_decode_truncated_is_refused(kind, part):
+    data = encoded(picture(3, 200, 150), kind)
+
+    with pytest.raises(DataError):
+        decode_rgb(data[: int(len(data) * part)], 3)
+
+
+@pytest.mark.parametrize("data", [b"", b"<html>not found</html>", bytes(1000)])
+def test_decode_other_content_is_refused(data):
+    with pytest.raises(DataError, match=f"cannot decode {len(data)} bytes"):
+        decode_rgb(data, 3)
+
+
+@pytest.mark.parametrize("size", [(20_000, 10_000), (13_378, 13_378)])
+def test_decode_too_many_pixels_are_refused_before_decoding(size):
+    assert size[0] * size[1] > MAX_PIXELS
+
+    with pytest.raises(DataError, match="too big"):
+        decode_rgb(png_header(*size), 3)
+
+
+def test_decode_own_limit_holds_when_pillow_has_none(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
+
+    with pytest.raises(DataError, match="13378 x 13378 px are 178970884 pixels"):
+        decode_rgb(png_header(13_378, 13_378), 3)
+
+
+def test_decode_big_image_below_the_limit_warns_nobody(monkeypatch):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # Pillow warns from here, errors at 2x
+
+    assert decode_rgb(encoded(picture(0), "PNG"), 3).shape == (40, 48, 3)
+
+
+def test_decode_refuses_to_run_where_truncation_is_hidden(monkeypatch):
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+
+    with pytest.raises(RuntimeError, match="LOAD_TRUNCATED_IMAGES"):
+        decode_rgb(encoded(picture(0)), 3)
+
+
+def test_decode_other_channel_counts_are_refused():
+    with pytest.raises(ValueError, match="in_chans = 4"):
+        decode_rgb(encoded(picture(0)), 4)
