@@ -71,8 +71,8 @@ def run(body: Callable[[Crew], int], follow: Callable[[], Work], workers: int) -
     if size is not None and found != size:
         # Else every rank would take itself for the only one, and do everything.
         raise UserError(
-            f"the launcher announces {size} ranks, the MPI library of mpi4py sees {found}: they are "
-            "of different MPIs; start with the mpiexec that belongs to it, or without mpiexec"
+            f"the launcher announces {size} ranks, the MPI library of mpi4py sees {found}: they "
+            "are of different MPIs; start with the mpiexec that belongs to it, or without mpiexec"
         )
     if found == 1:
         return body(LocalCrew(workers))

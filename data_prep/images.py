@@ -19,7 +19,9 @@ Check = Literal["none", "header", "full"]
 
 # Ours: what Pillow itself starts to warn at (Image.MAX_IMAGE_PIXELS), 256 MiB of RGB.
 MAX_PIXELS = 89_478_485
-EXTENSIONS = {"JPEG": "jpg", "PNG": "png", "WEBP": "webp"}
+FORMATS = ("JPEG", "PNG", "WEBP")
+# Pillow calls a JPEG with further pictures behind the first one MPO; the first is the image.
+EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
 RESIZABLE_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr")
 TRANSPOSED = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -128,7 +130,7 @@ def _open(data: bytes) -> Image.Image:
         warnings.simplefilter("ignore")  # odd metadata is no reason to refuse pixels
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
-            image = Image.open(io.BytesIO(data), formats=tuple(EXTENSIONS))
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
         except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
             raise BadImageError(f"too_large: {error}") from error
         except (
@@ -157,7 +159,7 @@ def _refuse_other_content(data: bytes) -> None:
 
 def _is_whole(data: bytes, image_format: str | None) -> bool:
     """Tell whether the end of the data is there; False asks for a decode to find out."""
-    if image_format == "JPEG":
+    if image_format in ("JPEG", "MPO"):
         return _jpeg_has_end(data)
     if image_format == "PNG":
         return _png_has_end(data)
@@ -209,22 +211,22 @@ def _decode(image: Image.Image) -> None:
 
 
 def _resize(image: Image.Image, data: bytes, policy: ImagePolicy) -> Prepared:
-    if getattr(image, "is_animated", False):
+    if image.format != "MPO" and getattr(image, "is_animated", False):
         raise BadImageError("unsupported: more than one frame")
     if image.mode not in RESIZABLE_MODES:
         raise BadImageError(f"unsupported: pixels of kind {image.mode}")
-    orientation = _orientation(image)
     width, height = image.size
     scale = policy.side / min(width, height)
-    if scale >= 1 and orientation == 1 and image.mode in ("L", "RGB"):
-        _decode(image)
-        return Prepared(data, EXTENSIONS[str(image.format)], width, height)
     if scale < 1:
         width, height = max(1, round(width * scale)), max(1, round(height * scale))
         # libjpeg scales by 1/2, 1/4, 1/8 while it decodes; staying at twice the target keeps the
         # result sharp.
         image.draft(None, (2 * width, 2 * height))
     _decode(image)
+    # After decoding: to find a PNG's EXIF, Pillow decodes, and an error of that must not be lost.
+    orientation = _orientation(image)
+    if scale >= 1 and orientation == 1 and _is_plain(image):
+        return Prepared(data, EXTENSIONS[str(image.format)], width, height)
     pixels = _plain(image)
     if pixels.size != (width, height):
         pixels = pixels.resize((width, height), Image.Resampling.BICUBIC)
@@ -235,9 +237,13 @@ def _resize(image: Image.Image, data: bytes, policy: ImagePolicy) -> Prepared:
     return Prepared(out.getvalue(), "jpg", *pixels.size)
 
 
+def _is_plain(image: Image.Image) -> bool:
+    return image.mode in ("L", "RGB") and not image.has_transparency_data
+
+
 def _plain(image: Image.Image) -> Image.Image:
     """Turn any mode into L or RGB; what is transparent becomes white."""
-    if image.mode in ("L", "RGB"):
+    if _is_plain(image):
         return image
     if image.has_transparency_data:
         layers = image.convert("RGBA")

@@ -180,24 +180,7 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         help="seed of the shuffle that decides the stored order (default: 0)",
     )
-    add(
-        "--image",
-        default="keep",
-        choices=["keep", "resize"],
-        help="keep: the input's bytes (default); resize: shorter side at most --side, as JPEG, "
-        "EXIF orientation applied; images that are small enough keep their bytes",
-    )
-    add(
-        "--side", type=int, default=512, help="shorter side in px for --image resize (default: 512)"
-    )
-    add("--quality", type=int, default=90, help="JPEG quality for --image resize (default: 90)")
-    add(
-        "--check",
-        default="header",
-        choices=["none", "header", "full"],
-        help="none: format and size; header: also the end of the data and PNG checksums (default); "
-        "full: decode",
-    )
+    _add_image_flags(parser)
     add(
         "--workers",
         type=int,
@@ -218,6 +201,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--dry-run", action="store_true", help="list the inputs and show the plan, write nothing")
     return parser
+
+
+def _add_image_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--image",
+        default="keep",
+        choices=["keep", "resize"],
+        help="keep: the input's bytes (default); resize: shorter side at most --side, as JPEG, "
+        "EXIF orientation applied; images that are small enough keep their bytes",
+    )
+    add(
+        "--side", type=int, default=512, help="shorter side in px for --image resize (default: 512)"
+    )
+    add("--quality", type=int, default=90, help="JPEG quality for --image resize (default: 90)")
+    add(
+        "--check",
+        default="header",
+        choices=["none", "header", "full"],
+        help="none: format and size; header: also the end of the data and PNG checksums (default); "
+        "full: decode",
+    )
 
 
 if __name__ == "__main__":

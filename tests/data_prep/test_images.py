@@ -101,6 +101,13 @@ def test_prepare_image_resize_keeps_small_images():
     assert prepare_image(JPEG, ImagePolicy("resize", side=64), "header").data == JPEG
 
 
+def test_prepare_image_resize_finds_a_broken_png():
+    data = PNG[:200] + bytes([PNG[200] ^ 1]) + PNG[201:]
+
+    with pytest.raises(BadImageError, match=r"^corrupt"):
+        prepare_image(data, ImagePolicy("resize", side=100), "header")
+
+
 def test_prepare_image_resize_applies_orientation():
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -131,6 +138,20 @@ def test_prepare_image_resize_refuses_sixteen_bits():
 
     with pytest.raises(BadImageError, match=r"^unsupported: pixels of kind I;16"):
         prepare_image(data, ImagePolicy("resize", side=10), "header")
+
+
+def test_prepare_image_takes_the_first_picture_of_a_camera_file():
+    first, second = crop(8, 60), crop(9, 30)
+    out = io.BytesIO()
+    Image.fromarray(first).save(
+        out, "MPO", save_all=True, append_images=[Image.fromarray(second)], quality=95
+    )
+
+    kept = prepare_image(out.getvalue(), KEEP, "header")
+    resized = prepare_image(out.getvalue(), ImagePolicy("resize", side=20), "header")
+
+    assert (kept.data, kept.image_format, kept.width) == (out.getvalue(), "jpg", 60)
+    assert (resized.image_format, resized.width) == ("jpg", 20)
 
 
 def test_encode_png_gives_the_pixels_back():

@@ -1,5 +1,6 @@
 """P3: a run that was interrupted anywhere ends exactly as one that was not."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -127,7 +128,9 @@ def test_what_cannot_be_resumed_is_refused_with_both_values(commands: Commands, 
     assert "global_batch: the checkpoint has 24, this run 48" in batch
     ranks = commands.run("pretrain", *words("first"), ranks=2, code=2)
     assert "world_size was 1, now 2" in ranks
-    learning = commands.run("pretrain", *words("first", "optim.lr=1e-3", "run.stop_at=11steps"), code=75)
+    learning = commands.run(
+        "pretrain", *words("first", "optim.lr=1e-3", "run.stop_at=11steps"), code=75
+    )
     assert "the recipe changed since this checkpoint: optim.lr: 0.002 -> 0.001" in learning
 
 
@@ -135,7 +138,13 @@ def test_what_cannot_be_resumed_is_refused_with_both_values(commands: Commands, 
 def test_ranks_end_with_their_launcher(commands: Commands, words, victim: str):
     run_dir = commands.folder / "orphans"
     script = str(CHECKOUT / "launchers" / "pretrain.py")
-    command = ["deepspeed", "--num_gpus", "2", script, *words("orphans", "run.duration=100000steps")]
+    command = [
+        "deepspeed",
+        "--num_gpus",
+        "2",
+        script,
+        *words("orphans", "run.duration=100000steps"),
+    ]
     with (commands.folder / "launcher.txt").open("wb") as output:
         launcher = subprocess.Popen(
             command, cwd=commands.folder, env=environment(), stdout=output, stderr=output,
@@ -202,10 +211,8 @@ def alive(pid: int) -> bool:
 
 
 def kill(pid: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 assert sys.platform == "linux", "these tests read /proc"

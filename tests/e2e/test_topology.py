@@ -41,7 +41,9 @@ def test_batches_are_the_same_on_every_topology(commands: Commands, tiny_recipe:
 
     reference = digests["one-rank"]
     assert len(reference) == len(set(reference)) == 40
-    assert {name: found == reference for name, found in digests.items()} == dict.fromkeys(views, True)
+    assert {name: found == reference for name, found in digests.items()} == dict.fromkeys(
+        views, True
+    )
     for name, found in losses.items():
         # The same examples in another order of summation: fp32 rounding, amplified by 40 updates.
         assert found == pytest.approx(losses["one-rank"], rel=2e-3), name

@@ -77,7 +77,12 @@ class Commands:
         """Start the ranks of a launcher script as torchrun would, each in a session of its own."""
         port, processes, outputs = str(free_port()), [], []
         for rank in range(ranks):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            place = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": ranks,
+                "LOCAL_WORLD_SIZE": ranks,
+            }
             env = environment(**{k: str(v) for k, v in place.items()}, MASTER_PORT=port, **extra)
             env["MASTER_ADDR"] = "127.0.0.1"
             output = self.folder / f"output-{len(self.started)}-{rank}.txt"
@@ -140,7 +145,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split in ("train", "test"):
         packer.vitscale(
             "pack", "--source", f"digits:{split}", "--out", str(folder / split),
-            "--shard-bytes", "8KB",
+            "--shard-bytes", "16KB",
         )  # fmt: skip
     return folder
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from vitscale.config.errors import Stopped
-from vitscale.training.loop import Actions, Rhythm, TrainState, train
+from vitscale.training.loop import Actions, TrainState, train
+from vitscale.training.rhythm import Rhythm
 from vitscale.training.schedule import Schedule
 
 
@@ -132,7 +133,7 @@ def test_a_stop_right_after_a_save_does_not_save_twice():
 def test_stop_at_stops_there_with_the_schedule_at_full_length():
     recording = Recording()
 
-    with pytest.raises(Stopped, match="run.stop_at"):
+    with pytest.raises(Stopped, match=r"run\.stop_at"):
         run(recording, total_steps=10, stop_at=3)
 
     assert [c for c in recording.calls if c.startswith("lr")] == ["lr 1.0", "lr 0.9", "lr 0.8"]

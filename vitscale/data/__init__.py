@@ -1,5 +1,5 @@
 """Datasets on storage: how they are laid out, ordered, read and checked."""
 
-from vitscale.data.dataset import Dataset, Sample, open_dataset
+from vitscale.data.dataset import open_dataset
 
-__all__ = ["Dataset", "Sample", "open_dataset"]
+__all__ = ["open_dataset"]

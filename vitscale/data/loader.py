@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.process
 import os
 import resource
 import signal
@@ -126,16 +127,16 @@ class TrainLoader:
         return None
 
     def _find_dead_reader(self) -> VitscaleError | None:
-        multiprocessing.connection.wait([w.sentinel for w in self._workers], _REAP_S)
+        closed = multiprocessing.connection.wait([w.sentinel for w in self._workers], _REAP_S)
         for worker in self._workers:
-            if not worker.is_alive() and worker.exitcode:
-                code = worker.exitcode
-                how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-                return VitscaleError(
-                    f"reader process {worker.pid} was ended {how} from outside; if the machine ran "
-                    "out of memory, lower data.num_workers or data.prefetch_batches, if /dev/shm "
-                    "did (SIGBUS), make it larger"
-                )
+            how = _end_of(worker) if worker.sentinel in closed else None
+            if how is None:
+                continue
+            return VitscaleError(
+                f"reader process {worker.pid} was ended from outside ({how}); if the machine ran "
+                "out of memory, lower data.num_workers or data.prefetch_batches; if /dev/shm did "
+                "(SIGBUS), make it larger"
+            )
         return None
 
     def close(self) -> None:
@@ -148,6 +149,24 @@ class TrainLoader:
         self._workers.clear()
         self._examples.reader.close()
         atexit.unregister(self._at_exit)
+
+
+def _end_of(worker: multiprocessing.process.BaseProcess) -> str | None:
+    # Looks without reaping: were Process.is_alive() interrupted by torch's handler right after its
+    # waitpid(2), the exit status would be lost. Torch itself may have reaped it before.
+    assert worker.pid is not None
+    try:
+        end = os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:
+        code = worker.exitcode
+    else:
+        killed = end is not None and end.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+        code = end and (-end.si_status if killed else end.si_status)
+    if code == 0:
+        return None
+    if code is None:
+        return "cause unknown"
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 class _CloseAtExit:

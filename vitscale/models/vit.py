@@ -12,7 +12,7 @@ from collections import OrderedDict
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from vitscale.config.errors import UserError

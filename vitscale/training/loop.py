@@ -13,6 +13,7 @@ from vitscale.config.errors import Stopped
 from vitscale.data.loader import Batch
 from vitscale.training.ema import Ema
 from vitscale.training.recorder import StepRecorder
+from vitscale.training.rhythm import Rhythm
 from vitscale.training.schedule import Schedule, due
 
 # Python's collector runs at the same steps on all ranks, so that they pause together.
@@ -30,25 +31,6 @@ class TrainState:
 
     step: int = 0
     seen_examples: int = 0
-
-
-@dataclass(frozen=True)
-class Rhythm:
-    """When things happen, in steps; None: only at the end.
-
-    Args:
-        total_steps: Length of the run.
-        log_every: Steps between two lines.
-        save_every: Steps between two checkpoints.
-        eval_every: Steps between two evaluations.
-        stop_at: Step at which to stop as if preempted.
-    """
-
-    total_steps: int
-    log_every: int
-    save_every: int | None
-    eval_every: int | None
-    stop_at: int | None
 
 
 class Trains(Protocol):

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 
 from vitscale.config.ds_json import Resolved
-from vitscale.config.duration import Duration
 from vitscale.config.errors import UserError
-from vitscale.config.recipe import RunConfig
 from vitscale.data.audit import EpochAudit
 from vitscale.data.loader import Batch, build_eval_loader, build_train_loader
 from vitscale.data.manifest import Manifest, load_manifest
@@ -31,11 +29,11 @@ from vitscale.training.checkpoint import Checkpoints, find_weights
 from vitscale.training.ema import Ema
 from vitscale.training.engine import Engine, check_precision, init_distributed
 from vitscale.training.guard import LauncherWatch, StopFlag
-from vitscale.training.loop import Actions, Rhythm, TrainState, seed_stochastic_layers, train
+from vitscale.training.loop import Actions, TrainState, seed_stochastic_layers, train
 from vitscale.training.losses import build_loss
 from vitscale.training.recorder import StepRecorder
+from vitscale.training.rhythm import rhythm_of, schedule_of
 from vitscale.training.run_folder import RunFolder, changed_leaves
-from vitscale.training.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -390,47 +388,3 @@ def _set_threads(world: World) -> None:
     if not os.environ.get("OMP_NUM_THREADS"):
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // world.local_world_size))
-
-
-def total_steps_of(config: RunConfig, samples_an_epoch: int) -> int:
-    """Return the length of a run in steps."""
-    assert config.batch.global_batch is not None
-    duration = Duration.parse(config.run.duration)
-    return duration.steps(num_samples=samples_an_epoch, global_batch=config.batch.global_batch)
-
-
-def rhythm_of(config: RunConfig, samples_an_epoch: int) -> Rhythm:
-    """Turn the recipe's durations into steps."""
-    total = total_steps_of(config, samples_an_epoch)
-
-    def steps(text: str | None) -> int | None:
-        return _steps(config, text, samples_an_epoch, total) if text else None
-
-    return Rhythm(
-        total_steps=total,
-        log_every=config.run.log_every,
-        save_every=steps(config.run.save_every),
-        eval_every=steps(config.run.eval_every),
-        stop_at=steps(config.run.stop_at),
-    )
-
-
-def schedule_of(config: RunConfig, total_steps: int, samples_an_epoch: int) -> Schedule:
-    """Build the recipe's learning-rate schedule."""
-    optim = config.optim
-    return Schedule(
-        peak_lr=optim.lr,
-        min_lr=optim.min_lr,
-        warmup_steps=_steps(config, optim.warmup, samples_an_epoch, total_steps),
-        total_steps=total_steps,
-        decay=optim.schedule,
-    )
-
-
-def _steps(config: RunConfig, text: str, samples_an_epoch: int, total_steps: int) -> int:
-    assert config.batch.global_batch is not None
-    return Duration.parse(text).steps(
-        num_samples=samples_an_epoch,
-        global_batch=config.batch.global_batch,
-        total_steps=total_steps,
-    )
