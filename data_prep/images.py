@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from vitscale.data.pixels import is_plain, orientation_of, plain, turned
+
 Check = Literal["none", "header", "full"]
 
 # Ours: what Pillow itself starts to warn at (Image.MAX_IMAGE_PIXELS), 256 MiB of RGB.
@@ -23,16 +25,6 @@ FORMATS = ("JPEG", "PNG", "WEBP")
 # Pillow calls a JPEG with further pictures behind the first one MPO; the first is the image.
 EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
 RESIZABLE_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr")
-TRANSPOSED = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-EXIF_ORIENTATION = 0x0112
 # Real formats that are not taken as they are; their first bytes, for a clear reason in the ledger.
 OTHER_FORMATS = {
     b"GIF8": "GIF",
@@ -224,40 +216,16 @@ def _resize(image: Image.Image, data: bytes, policy: ImagePolicy) -> Prepared:
         image.draft(None, (2 * width, 2 * height))
     _decode(image)
     # After decoding: to find a PNG's EXIF, Pillow decodes, and an error of that must not be lost.
-    orientation = _orientation(image)
-    if scale >= 1 and orientation == 1 and _is_plain(image):
+    orientation = orientation_of(image)
+    if scale >= 1 and orientation == 1 and is_plain(image):
         return Prepared(data, EXTENSIONS[str(image.format)], width, height)
-    pixels = _plain(image)
+    pixels = plain(image)
     if pixels.size != (width, height):
         pixels = pixels.resize((width, height), Image.Resampling.BICUBIC)
-    if orientation != 1:
-        pixels = pixels.transpose(TRANSPOSED[orientation])
+    pixels = turned(pixels, orientation)
     out = io.BytesIO()
     pixels.save(out, "JPEG", quality=policy.quality, subsampling="4:2:0")
     return Prepared(out.getvalue(), "jpg", *pixels.size)
-
-
-def _is_plain(image: Image.Image) -> bool:
-    return image.mode in ("L", "RGB") and not image.has_transparency_data
-
-
-def _plain(image: Image.Image) -> Image.Image:
-    """Turn any mode into L or RGB; what is transparent becomes white."""
-    if _is_plain(image):
-        return image
-    if image.has_transparency_data:
-        layers = image.convert("RGBA")
-        white = Image.new("RGBA", layers.size, (255, 255, 255, 255))
-        return Image.alpha_composite(white, layers).convert("RGB")
-    return image.convert("L" if image.mode == "1" else "RGB")
-
-
-def _orientation(image: Image.Image) -> int:
-    try:
-        value = image.getexif().get(EXIF_ORIENTATION, 1)
-    except Exception:  # metadata that cannot be parsed says nothing about the orientation
-        return 1
-    return value if value in TRANSPOSED else 1
 
 
 def _word_for(error: Exception) -> str:

@@ -20,6 +20,8 @@ from vitscale.data.storage import open_storage
 from vitscale.distributed import World, world_from_env
 
 POLL_S = 0.5
+# By these a process knows that an MPI launcher started it.
+MPI_VARIABLES = ("PMI_", "PMIX_", "OMPI_", "MV2_COMM_WORLD_")
 
 
 @dataclass(frozen=True)
@@ -271,10 +273,11 @@ def _pack(uri: str, section: BuildSection) -> None:
     words += ["--shard-bytes", section.shard_bytes, "--max-bad", section.max_bad]
     words += ["--workers", str(section.workers), "--seed", str(section.seed)]
     print(f"packing {uri} from {', '.join(sources)}", flush=True)
-    # A process of its own: the packer must not load torch, nor this process's MPI variables.
+    # A process of its own, which must not take itself for one of the MPI ranks that we may be.
     root = str(Path(vitscale.__file__).resolve().parents[1])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(MPI_VARIABLES)}
+    environment = {**kept, "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-m", "data_prep.pack", *words], env=environment)
     if done.returncode:
         raise _PackError(uri, done.returncode)

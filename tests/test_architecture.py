@@ -43,7 +43,10 @@ HOME = {
     "webdataset": ([], ["vitscale/data/tar_shard.py", "data_prep/sources/*"]),
     "mpi4py": ([], ["data_prep/comm.py"]),
     "pyarrow": (["vitscale/data/*", "data_prep/*"], []),
-    "PIL": (["vitscale/data/decode.py", "vitscale/data/augment.py", "data_prep/*"], []),
+    "PIL": (
+        [f"vitscale/data/{n}.py" for n in ("decode", "pixels", "augment")] + ["data_prep/*"],
+        [],
+    ),
     "torchvision": (["vitscale/data/augment.py"], []),
     "sklearn": ([], ["data_prep/sources/*"]),
     "matplotlib": ([], ["vitscale/observe/report.py"]),

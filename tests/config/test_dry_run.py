@@ -57,7 +57,7 @@ def test_dry_run_says_the_batch_arithmetic(capsys, monkeypatch):
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
 
-    text = dry_run(capsys, *sets("batch.micro_batch=8"))
+    text = dry_run(capsys, *sets("batch.global_batch=96", "batch.micro_batch=8"))
 
     assert "batch: global_batch 96 = micro_batch 8 * grad_accum 3 * 4 ranks" in text
 

@@ -62,9 +62,15 @@ def test_decode_modes_of_png(mode, in_chans):
 
 def test_decode_palette_with_transparency():
     image = picture(1).convert("P")
-    data = encoded(image, "PNG", transparency=bytes(range(0, 256, 2)))
+    alpha = np.arange(0, 256, 2)
+    data = encoded(image, "PNG", transparency=bytes(alpha.tolist()))
 
-    assert (decode_rgb(data, 3) == np.asarray(image.convert("RGB"))).all()
+    shown = decode_rgb(data, 3)
+
+    # Palette entries past the list are opaque.
+    weights = np.concatenate([alpha, np.full(128, 255)])[np.asarray(image)][:, :, None] / 255
+    wanted = weights * np.asarray(image.convert("RGB")) + (1 - weights) * 255
+    assert np.abs(shown - wanted).max() <= 1
 
 
 def test_decode_cmyk_jpeg_keeps_its_colours():
@@ -137,3 +143,29 @@ def test_decode_refuses_to_run_where_truncation_is_hidden(monkeypatch):
 def test_decode_other_channel_counts_are_refused():
     with pytest.raises(ValueError, match="in_chans = 4"):
         decode_rgb(encoded(picture(0)), 4)
+
+
+def test_decode_rgb_turns_the_picture_upright():
+    pixels = np.zeros((10, 20, 3), np.uint8)
+    pixels[:5] = 255  # the top, which orientation 6 turns to the right
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG", exif=exif)
+
+    shown = decode_rgb(out.getvalue(), 3)
+
+    assert shown.shape == (20, 10, 3)
+    assert shown[:, 5:].min() == 255
+    assert shown[:, :5].max() == 0
+
+
+@pytest.mark.parametrize("in_chans", [1, 3])
+def test_decode_rgb_puts_white_behind_what_is_transparent(in_chans):
+    layers = np.zeros((4, 6, 4), np.uint8)
+    layers[:2, :, 3] = 255  # black above, nothing below
+
+    shown = decode_rgb(encoded(Image.fromarray(layers), "PNG"), in_chans)
+
+    assert shown[:2].max() == 0
+    assert shown[2:].min() == 255
