@@ -53,7 +53,7 @@ test: lint
 	python -m pytest
 
 soak: $(VENV)/.dev
-	VITSCALE_SOAK=1 python -m pytest -m slow
+	python -m pytest -m soak tests/soak
 
 clean:
 	rm -rf data runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis

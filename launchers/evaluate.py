@@ -82,7 +82,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     from vitscale.models.build import create_model
     from vitscale.models.weights import load_weights, read_safetensors
     from vitscale.observe.progress import Progress
-    from vitscale.training.checkpoint import find_weights
+    from vitscale.training.checkpoint_folder import find_weights
 
     path = find_weights(options.checkpoint, ema=options.ema)
     weights, metadata = read_safetensors(path)

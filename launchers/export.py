@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _export(source: str, out: Path, *, ema: bool) -> int:
     from vitscale.models.weights import read_safetensors, write_safetensors
-    from vitscale.training.checkpoint import find_weights
+    from vitscale.training.checkpoint_folder import find_weights
 
     if out.suffix != ".safetensors":
         raise UserError(f"--out {out}: the name must end in .safetensors")

@@ -102,7 +102,7 @@ class TrainingCommand:
                 print(describe(resolved, run_dir, _manifest_or_none(resolved.config.data.train)))
             return 0
         resolved = _with_classes(resolved, _ensure_data(resolved.config, world))
-        if self._already_done(resolved, run_dir, world):
+        if options.resume == "auto" and self._already_done(resolved, run_dir, world):
             return 0
         return self._train(options, resolved, run_dir, recipe_path, assignments, world)
 

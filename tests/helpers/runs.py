@@ -137,17 +137,19 @@ def commands(tmp_path: Path):
     commands.close()
 
 
-@pytest.fixture(scope="session")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Packed handwritten digits, train and test, made by the real packer."""
-    folder = tmp_path_factory.mktemp("digits")
+def pack_digits(folder: Path) -> Path:
+    """Pack the handwritten digits, train and test, with the real packer."""
     packer = Commands(folder)
     for split in ("train", "test"):
-        packer.vitscale(
-            "pack", "--source", f"digits:{split}", "--out", str(folder / split),
-            "--shard-bytes", "16KB",
-        )  # fmt: skip
+        source, out = f"digits:{split}", str(folder / split)
+        packer.vitscale("pack", "--source", source, "--out", out, "--shard-bytes", "16KB")
     return folder
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packed handwritten digits; made once."""
+    return pack_digits(tmp_path_factory.mktemp("digits"))
 
 
 TINY = """\

@@ -41,6 +41,8 @@ def init_distributed(world: World, *, build_shm_op: bool) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if not build_shm_op:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if get_accelerator().device_name() != "cpu":
+        get_accelerator().set_device(world.local_rank)
     deepspeed.init_distributed(
         dist_backend=get_accelerator().communication_backend_name(),
         auto_mpi_discovery=False,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vitscale.config.ds_json import Resolved
-from vitscale.config.errors import UserError
+from vitscale.config.errors import UserError, VitscaleError
 from vitscale.data.audit import EpochAudit
 from vitscale.data.loader import Batch, build_eval_loader, build_train_loader
 from vitscale.data.manifest import Manifest, load_manifest
@@ -25,9 +25,11 @@ from vitscale.observe.log import RunLog
 from vitscale.observe.metrics import MetricsFile, read_metrics
 from vitscale.observe.report import write_curves
 from vitscale.observe.writers import TensorBoardWriter, image_grid
-from vitscale.training.checkpoint import Checkpoints, find_weights
+from vitscale.training.checkpoint import Checkpoints
+from vitscale.training.checkpoint_folder import find_weights
 from vitscale.training.ema import Ema
 from vitscale.training.engine import Engine, check_precision, init_distributed
+from vitscale.training.failure import FailureNote
 from vitscale.training.guard import LauncherWatch, StopFlag
 from vitscale.training.loop import Actions, TrainState, seed_stochastic_layers, train
 from vitscale.training.losses import build_loss
@@ -93,19 +95,32 @@ def _run(request: RunRequest, stop: StopFlag) -> int:
     check_precision(config.run.precision)
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True)
-    init_distributed(world, build_shm_op=config.run.cpu_shm_comm)
-    collectives = Collectives(world)
     folder = request.folder
     folder.path.mkdir(parents=True, exist_ok=True)
+    note = FailureNote(folder.path, world.rank)
+    if world.is_first:
+        note.clear()
+    init_distributed(world, build_shm_op=config.run.cpu_shm_comm)
     log = RunLog(folder.log(world.rank), echo=world.is_first)
-    run = _Run(request, collectives, log, stop)
+    run = _Run(request, Collectives(world), log, stop)
     try:
         run.begin()
         run.loop()
         run.finish()
+    except VitscaleError as error:
+        note.write(error)
+        raise
+    except RuntimeError:
+        # What a collective raises when its partner is gone.
+        peer = note.peer() if world.world_size > 1 else None
+        if peer is None:
+            raise
+        raise peer from None
     finally:
         run.close()
         log.close()
+    # Only on the good way: a rank that failed must not wait for partners to say goodbye to.
+    run.engine.close()
     return 0
 
 
@@ -364,14 +379,12 @@ class _Run:
         }
 
     def close(self) -> None:
-        """Let go of files, reader processes and the process group."""
+        """Let go of files and reader processes."""
         if self.loader is not None:
             self.loader.close()
         for output in (self.metrics, self.board):
             if output is not None:
                 output.close()
-        if hasattr(self, "engine"):
-            self.engine.close()
 
 
 def _open(uri: str) -> _Data:
