@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.runs import CHECKOUT, Commands, step_rows
 
@@ -106,6 +107,10 @@ def exported(commands: Commands, run_dir: Path, *words: str):
 def assert_close(found, wanted):
     assert found.keys() == wanted.keys()
     for name in wanted:
-        # Adam divides by the root of tiny second moments: rounding of 1e-8 grows to 1e-4 of lr.
-        difference = (found[name] - wanted[name]).abs().max()
+        difference = (found[name] - wanted[name]).abs()
+        if name.endswith("qkv.bias"):
+            # Softmax does not feel the keys' bias: its gradient is rounding, which Adam makes big.
+            query, _, value = difference.chunk(3)
+            difference = torch.cat([query, value])
+        difference = difference.max()
         assert difference < 2e-5, f"{name}: {difference}"

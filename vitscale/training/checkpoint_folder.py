@@ -1,4 +1,4 @@
-"""A checkpoint on disk: what makes it whole, and where its weights are; needs neither torch nor DeepSpeed.
+"""A checkpoint on disk: what makes it whole and where its weights are; without torch.
 
     checkpoints/
       step-00000060/

@@ -122,7 +122,7 @@ class RunLock:
         self._path = run_dir / ".lock"
         self._file: IO[str] | None = None
 
-    def acquire(self, wait_s: float = 20.0) -> None:
+    def acquire(self, wait_s: float = 10.0) -> None:
         """Take the lock.
 
         Args:
