@@ -249,4 +249,7 @@ def _effective(ds: dict[str, Any], config: RunConfig, batch: Batch, stage: int) 
     effective.setdefault("steps_per_print", 2**31 - 1)  # vitscale prints its own line
     if config.optim.name != "adamw":
         effective["zero_allow_untested_optimizer"] = True
+    if effective["zero_optimization"].get("offload_optimizer"):
+        # DeepSpeed insists on its own compiled optimizer there unless told that torch's will do.
+        effective.setdefault("zero_force_ds_cpu_optimizer", False)
     return effective
