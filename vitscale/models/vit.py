@@ -295,7 +295,8 @@ class VisionTransformer(nn.Module):
         x = self.patch_embed(images)
         if self.cls_token is not None:
             x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
-        x = self.pos_drop(x + self.pos_embed)
+        # DeepSpeed casts parameters to half precision and leaves a buffer as it is.
+        x = self.pos_drop(x + self.pos_embed.to(x.dtype))
         if self.grad_checkpointing and torch.is_grad_enabled():
             # The random state is replayed for dropout only.
             replay = self.training and self.config.drop_rate > 0
