@@ -17,7 +17,7 @@ from vitscale.config.load import find_config, is_told, load_recipe
 from vitscale.config.recipe import BuildSection, RunConfig
 from vitscale.data.manifest import MANIFEST_NAME, Manifest, load_manifest
 from vitscale.data.storage import open_storage
-from vitscale.distributed import World, world_from_env
+from vitscale.distributed import World, end_process, world_from_env
 
 POLL_S = 0.5
 # By these a process knows that an MPI launcher started it.
@@ -50,7 +50,9 @@ class TrainingCommand:
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return error.exit_code
-        return exit_code_of(lambda: self._run(options, world), quiet=not world.is_first)
+        code = exit_code_of(lambda: self._run(options, world), quiet=not world.is_first)
+        end_process(code)
+        return code
 
     def _parser(self) -> argparse.ArgumentParser:
         parser = argparse.ArgumentParser(

@@ -5,6 +5,7 @@ travel over gloo on the host, so that they never wait for the accelerator's queu
 """
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -81,6 +82,19 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def end_process(code: int) -> None:
+    """End at once if a process group is still up; else do nothing.
+
+    A rank that fails alone cannot take its group down in good order, and an ordinary exit would
+    abort in the group's threads, with another exit code.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 class Collectives:

@@ -12,8 +12,11 @@ from vitscale.data.storage import StorageError
 
 # How long after a broken collective another rank's note may still be on its way.
 WAIT_S = 5.0
-# Errors that one rank meets alone; all others are agreed on, and the first rank says them.
-_ALONE = (DataError, StorageError)
+
+
+def met_alone(error: VitscaleError) -> bool:
+    """Whether one rank meets such an error alone; all others are agreed on by all ranks."""
+    return isinstance(error, DataError | StorageError)
 
 
 class PeerError(VitscaleError):
@@ -42,7 +45,7 @@ class FailureNote:
 
     def write(self, error: VitscaleError) -> None:
         """Leave the note, unless another rank was faster; say what this rank met alone."""
-        if self._rank and isinstance(error, _ALONE):
+        if self._rank and met_alone(error):
             print(f"error: rank {self._rank}: {error}", file=sys.stderr, flush=True)
         try:
             descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)

@@ -29,7 +29,7 @@ from vitscale.training.checkpoint import Checkpoints
 from vitscale.training.checkpoint_folder import find_weights
 from vitscale.training.ema import Ema
 from vitscale.training.engine import Engine, check_precision, init_distributed
-from vitscale.training.failure import FailureNote
+from vitscale.training.failure import FailureNote, met_alone
 from vitscale.training.guard import LauncherWatch, StopFlag
 from vitscale.training.loop import Actions, TrainState, seed_stochastic_layers, train
 from vitscale.training.losses import build_loss
@@ -109,6 +109,8 @@ def _run(request: RunRequest, stop: StopFlag) -> int:
         run.finish()
     except VitscaleError as error:
         note.write(error)
+        if not met_alone(error):
+            run.leave_group()
         raise
     except RuntimeError:
         # What a collective raises when its partner is gone.
@@ -119,8 +121,7 @@ def _run(request: RunRequest, stop: StopFlag) -> int:
     finally:
         run.close()
         log.close()
-    # Only on the good way: a rank that failed must not wait for partners to say goodbye to.
-    run.engine.close()
+    run.leave_group()
     return 0
 
 
@@ -385,6 +386,11 @@ class _Run:
         for output in (self.metrics, self.board):
             if output is not None:
                 output.close()
+
+    def leave_group(self) -> None:
+        """End the process group, all ranks together; one that failed alone has nobody to meet."""
+        if hasattr(self, "engine"):
+            self.engine.close()
 
 
 def _open(uri: str) -> _Data:
