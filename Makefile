@@ -36,8 +36,8 @@ demo: $(VENV)/.demo
 	vitscale evaluate --checkpoint $(PRETRAINED) --data data/digits/test --out $(PRETRAINED)/test.json
 	vitscale evaluate --checkpoint $(FINETUNED) --data data/digits/test --out $(FINETUNED)/test.json
 	@echo
-	@python -c 'import json; [print(f"test top-1 {name:<12} {json.load(open(path))[\"top1\"]:.2%}") \
-	  for name, path in (("pre-trained", "$(PRETRAINED)/test.json"), ("fine-tuned", "$(FINETUNED)/test.json"))]'
+	@python -c 'import json, sys; [print("test top-1 %-12s %.2f %%" % (name, 100 * json.load(open(path))["top1"])) \
+	  for name, path in zip(("pre-trained", "fine-tuned"), sys.argv[1:])]' $(PRETRAINED)/test.json $(FINETUNED)/test.json
 	@echo "curves: $(PRETRAINED)/curves $(FINETUNED)/curves      all of it: tensorboard --logdir runs"
 
 lint: $(VENV)/.dev

@@ -109,7 +109,7 @@ def _refuse(args: argparse.Namespace) -> None:
         inside = os.path.realpath(os.path.expanduser(folder.removeprefix("file://")))
         if (
             kind == "imagefolder"
-            and "://" not in args.out
+            and not args.out.startswith("s3://")
             and os.path.commonpath([out, inside]) == inside
         ):
             wrong.append(

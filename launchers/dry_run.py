@@ -63,8 +63,11 @@ def _data_lines(config: RunConfig, manifest: Manifest | None) -> list[str]:
     if manifest is None:
         return [f"data: {config.data.train} does not exist yet; counted without a head", ""]
     duration = Duration.parse(config.run.duration)
-    steps = duration.steps(num_samples=manifest.num_samples, global_batch=config.batch.global_batch)
-    epochs = steps * config.batch.global_batch / manifest.num_samples
+    batch, usable = config.batch.global_batch, manifest.num_samples
+    if config.data.tail == "drop":
+        usable = usable // batch * batch
+    steps = duration.steps(num_samples=usable, global_batch=batch)
+    epochs = steps * batch / max(usable, 1)
     return [
         f"data: {manifest.num_samples:,} samples, {manifest.num_classes:,} classes, "
         f"{manifest.num_shards:,} shards; {steps:,} steps = {epochs:.2f} epochs",

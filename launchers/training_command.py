@@ -6,18 +6,23 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 
 import vitscale
 from launchers.dry_run import describe
 from vitscale.config.ds_json import Resolved, load_ds_json, resolve
-from vitscale.config.errors import UserError, VitscaleError, exit_code_of
+from vitscale.config.errors import EXIT_FAILED, Stopped, UserError, VitscaleError, exit_code_of
 from vitscale.config.load import find_config, is_told, load_recipe
 from vitscale.config.recipe import BuildSection, RunConfig
-from vitscale.data.manifest import MANIFEST_NAME, Manifest, load_manifest
-from vitscale.data.storage import open_storage
+from vitscale.data.manifest import MANIFEST_NAME, Manifest, load_class_names, load_manifest
+from vitscale.data.order import Order
+from vitscale.data.storage import Storage, open_storage
 from vitscale.distributed import World, end_process, world_from_env
+from vitscale.training.guard import LauncherWatch, RunLock, StopFlag
+from vitscale.training.run_folder import RunFolder
 
 POLL_S = 0.5
 # By these a process knows that an MPI launcher started it.
@@ -50,7 +55,11 @@ class TrainingCommand:
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return error.exit_code
-        code = exit_code_of(lambda: self._run(options, world), quiet=not world.is_first)
+        try:
+            code = exit_code_of(lambda: self._run(options, world), quiet=not world.is_first)
+        except Exception:  # a fault of ours; the ordinary way out would hang on a broken group
+            traceback.print_exc()
+            code = EXIT_FAILED
         end_process(code)
         return code
 
@@ -86,7 +95,7 @@ class TrainingCommand:
             "--init", metavar="RUN|CHECKPOINT|FILE", help="initial weights; same as init.source"
         )
         parser.add_argument(
-            "--dry-run", action="store_true", help="check everything and say what would be run"
+            "--dry-run", action="store_true", help="check the input and say what would be run"
         )
         # The deepspeed launcher adds it; the environment says the same.
         parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
@@ -101,12 +110,21 @@ class TrainingCommand:
         resolved = self._resolve(recipe_path, ds_path, assignments, options, run_dir, world)
         if options.dry_run:
             if world.is_first:
-                print(describe(resolved, run_dir, _manifest_or_none(resolved.config.data.train)))
+                _print_plan(resolved, run_dir, options.resume)
             return 0
-        resolved = _with_classes(resolved, _ensure_data(resolved.config, world))
-        if options.resume == "auto" and self._already_done(resolved, run_dir, world):
-            return 0
-        return self._train(options, resolved, run_dir, recipe_path, assignments, world)
+        stop = StopFlag()
+        watch = LauncherWatch(stop)
+        watch.start()
+        try:
+            manifest = _ensure_data(resolved.config, world, stop)
+            resolved = _with_classes(resolved, manifest)
+            folder = RunFolder(run_dir)
+            if options.resume == "auto" and _already_done(folder, resolved, manifest, world):
+                return 0
+            recipe_text = recipe_path.read_text(encoding="utf-8")
+            return self._train(options, resolved, folder, stop, recipe_text, assignments, world)
+        finally:
+            watch.close()
 
     def _resolve(
         self,
@@ -155,49 +173,51 @@ class TrainingCommand:
             )
         return problems
 
-    def _already_done(self, resolved: Resolved, run_dir: Path, world: World) -> bool:
-        """Say so and return True when this very run is complete; all ranks read the same file."""
-        from vitscale.training.run_folder import RunFolder
-
-        results = RunFolder(run_dir).done(resolved)
-        if results is None:
-            return False
-        shown = " ".join(f"{k}={v:.5g}" for k, v in results.items() if isinstance(v, int | float))
-        if world.is_first:
-            print(f"already complete: run_dir={run_dir} {shown}", flush=True)
-        return True
-
     def _train(
         self,
         options: argparse.Namespace,
         resolved: Resolved,
-        run_dir: Path,
-        recipe_path: Path,
+        folder: RunFolder,
+        stop: StopFlag,
+        recipe_text: str,
         assignments: list[str],
         world: World,
     ) -> int:
-        from vitscale.training.guard import RunLock
-        from vitscale.training.run import RunRequest, run_training
-        from vitscale.training.run_folder import RunFolder
-
-        lock = RunLock(run_dir)
+        lock = RunLock(folder.path)
         if world.is_first:
-            run_dir.mkdir(parents=True, exist_ok=True)
+            folder.path.mkdir(parents=True, exist_ok=True)
             lock.acquire()
+        # Loads torch and DeepSpeed, which takes seconds: only now that all input is right.
+        from vitscale.training.run import RunRequest, run_training
+
         try:
             return run_training(
                 RunRequest(
                     resolved=resolved,
-                    folder=RunFolder(run_dir),
+                    folder=folder,
                     resume=options.resume,
                     new_head=self.new_head,
                     world=world,
-                    recipe_text=recipe_path.read_text(encoding="utf-8"),
+                    stop=stop,
+                    recipe_text=recipe_text,
                     assignments=assignments,
                 )
             )
         finally:
             lock.release()
+
+
+def _print_plan(resolved: Resolved, run_dir: Path, resume: str) -> None:
+    """Say what would be run, and what is not there for it; a store need not be reachable."""
+    manifest, notes = None, []
+    try:
+        manifest = _manifest_or_none(resolved.config.data.train)
+        notes = _missing_files(resolved.config, run_dir, resume)
+    except VitscaleError as error:
+        notes = [str(error)]
+    print(describe(resolved, run_dir, manifest))
+    for note in notes:
+        print(f"\nto do: {note}")
 
 
 def _find_both(recipe: str, ds_config: str) -> tuple[Path, Path]:
@@ -252,7 +272,18 @@ def _manifest_or_none(uri: str) -> Manifest | None:
     return None if storage.size(MANIFEST_NAME) is None else load_manifest(storage)
 
 
-def _ensure_data(config: RunConfig, world: World) -> Manifest:
+def _already_done(folder: RunFolder, resolved: Resolved, manifest: Manifest, world: World) -> bool:
+    """Say so and return True when this very run is complete; all ranks read the same file."""
+    results = folder.done(resolved, manifest.digest)
+    if results is None:
+        return False
+    shown = " ".join(f"{k}={v:.5g}" for k, v in results.items() if isinstance(v, int | float))
+    if world.is_first:
+        print(f"already complete: run_dir={folder.path} {shown}", flush=True)
+    return True
+
+
+def _ensure_data(config: RunConfig, world: World, stop: StopFlag) -> Manifest:
     """Return the training set's manifest; missing sets are packed where the recipe says how.
 
     This is before any process group exists: the first rank packs, the others look for the result.
@@ -263,8 +294,29 @@ def _ensure_data(config: RunConfig, world: World) -> Manifest:
         if world.is_first:
             _pack(uri, section)
         while _manifest_or_none(uri) is None:
+            if stop.reason:
+                raise Stopped(f"{stop.reason} while the first rank packed {uri}")
             time.sleep(POLL_S)
-    return load_manifest(open_storage(config.data.train))
+    train = open_storage(config.data.train)
+    manifest = load_manifest(train)
+    if config.data.val is not None:
+        val = open_storage(config.data.val)
+        _check_same_classes(train, manifest, val, load_manifest(val))
+    return manifest
+
+
+def _check_same_classes(train: Storage, manifest: Manifest, val: Storage, other: Manifest) -> None:
+    """Refuse a validation set whose labels mean something else: its accuracy would be noise."""
+    if manifest.labels_sha256 == other.labels_sha256:
+        return
+    names = load_class_names(train, manifest), load_class_names(val, other)
+    pairs = zip_longest(*names, fillvalue="nothing")
+    label, (one, two) = next((k, pair) for k, pair in enumerate(pairs) if pair[0] != pair[1])
+    raise UserError(
+        f"data.val = {val.uri} has other classes than data.train = {train.uri}: {len(names[1])} "
+        f"and {len(names[0])}, and label {label} is {two!r} in one and {one!r} in the other. Pack both "
+        "from folders with the same classes"
+    )
 
 
 def _pack(uri: str, section: BuildSection) -> None:
@@ -296,6 +348,15 @@ class _PackError(VitscaleError):
 def _with_classes(resolved: Resolved, manifest: Manifest) -> Resolved:
     """Take the number of classes from the training set, or check that the recipe's is enough."""
     config, classes = resolved.config, manifest.num_classes
+    # Raises what does not fit the dataset, before any rank waits for another.
+    Order(
+        manifest.shards.num_samples,
+        config.run.seed,
+        resolved.batch.global_batch,
+        config.data.lanes,
+        config.data.shuffle_block,
+        config.data.tail,
+    )
     wish = config.model.num_classes
     if wish is not None and wish < classes:
         raise UserError(

@@ -1,5 +1,7 @@
 """The way of a newcomer, small: pack, pretrain, fine-tune, evaluate, export, with the commands."""
 
+import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.helpers.corpus import make_folder
 from tests.helpers.runs import CHECKOUT, Commands, environment, json_of, step_rows
 from vitscale.data.storage import open_storage
 from vitscale.models.build import create_model
@@ -172,7 +175,7 @@ def test_numbers_that_break_end_the_run_with_their_own_code(commands: Commands, 
     text = commands.run("pretrain", *words, *broken, code=4)
 
     assert "error: step" in text
-    assert "train/loss = nan" in text or "inf" in text
+    assert re.search(r"train/(loss|grad_norm) = (nan|inf)", text), text
     assert not list(Path(commands.folder / "broken").glob("checkpoints/step-*"))
 
 
@@ -219,3 +222,35 @@ def test_training_from_s3_feeds_the_same_batches(
         read_metrics(commands.folder / n / "metrics.jsonl")[-1]["val/loss"] for n in ("files", "s3")
     ]
     assert values[0] == pytest.approx(values[1], rel=1e-3)
+
+
+def test_a_validation_set_with_other_classes_is_refused(
+    commands: Commands, tiny_recipe: str, tmp_path: Path
+):
+    for split, classes in (("train", ("ant", "bee", "cat")), ("val", ("ant", "cat"))):
+        folder = make_folder(tmp_path / "in" / split, dict.fromkeys(classes, 3))
+        commands.vitscale("pack", "--source", f"imagefolder:{folder}", "--out", split)
+
+    words = ["--recipe", tiny_recipe, *sets("data.train=train", "data.val=val")]
+    text = commands.run("pretrain", *words, "--run-dir", "run", code=2)
+
+    assert "label 1 is 'cat' in one and 'bee' in the other" in text
+
+
+def test_make_demo_says_both_accuracies(tmp_path: Path):
+    makefile = (CHECKOUT / "Makefile").read_text()
+    start = makefile.index("\t@python -c 'import json")
+    recipe = makefile[start : makefile.index("\n\t@echo", start)]
+    for name, top1 in (("a", 0.98), ("b", 0.9875)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "test.json").write_text(json.dumps({"top1": top1}))
+    (tmp_path / "Makefile").write_text(f"PRETRAINED := a\nFINETUNED := b\nsay:\n{recipe}\n")
+
+    done = subprocess.run(
+        ["make", "say"], cwd=tmp_path, env=environment(), capture_output=True, text=True
+    )
+
+    assert done.stdout.splitlines() == [
+        "test top-1 pre-trained  98.00 %",
+        "test top-1 fine-tuned   98.75 %",
+    ], done.stderr

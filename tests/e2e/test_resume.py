@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.runs import CHECKOUT, DEADLINE_S, Commands, environment, exact, step_rows
+from vitscale.models.weights import read_safetensors
 
 pytestmark = [pytest.mark.dist, pytest.mark.e2e, pytest.mark.slow]
 
@@ -216,3 +217,61 @@ def kill(pid: int) -> None:
 
 
 assert sys.platform == "linux", "these tests read /proc"
+
+
+def test_a_rollback_sets_later_checkpoints_aside(commands: Commands, words):
+    one = "run.keep_last=1"
+    commands.run("pretrain", *words("back", "run.stop_at=40steps", "run.keep_last=9"), code=75)
+    checkpoints = commands.folder / "back" / "checkpoints"
+    (checkpoints / "step-00000040" / "weights.safetensors").write_bytes(b"damaged")
+
+    text = commands.run("pretrain", *words("back", one, "run.stop_at=33steps"), code=75)
+    assert "step-00000030 step=30" in text
+    names = sorted(path.name for path in checkpoints.glob("*step-*"))
+    assert names == ["abandoned-step-00000040", "step-00000033"]
+    assert (checkpoints / "latest").read_text() == "step-00000033\n"
+
+    # An older one that is asked for by name is gone on from in the same way.
+    commands.run("pretrain", *words("back", "run.stop_at=45steps", "run.keep_last=9"), code=75)
+    older = str(checkpoints / "step-00000040")
+    again = [*words("back", one, "run.stop_at=42steps"), "--resume", older]
+    assert "step=40" in commands.run("pretrain", *again, code=75)
+    assert (checkpoints / "abandoned-step-00000045").is_dir()
+    assert "step=42" in commands.run("pretrain", *words("back", one))
+
+
+def test_settings_changed_on_resume_take_effect(commands: Commands, words):
+    frozen = ["run.save_every=none", "optim.schedule=constant"]
+    commands.run("pretrain", *words("run", *frozen, "run.stop_at=30steps"), code=75)
+    before = weights_of(commands.folder / "run")
+
+    # A clip this small stops Adam's moments from growing, the decay alone moves the kernels.
+    changed = ["optim.grad_clip_norm=1e-12", "optim.weight_decay=1.0", "run.stop_at=31steps"]
+    commands.run("pretrain", *words("run", *frozen, *changed), code=75)
+    after = weights_of(commands.folder / "run")
+
+    kernel, bias = "blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc1.bias"
+    shrunk = (after[kernel] / before[kernel]).median().item()
+    assert shrunk == pytest.approx(1 - 2e-3 * 1.0, abs=3e-4)
+    # Kernels feel the decay of 1.0; biases have none, so they move by Adam's step alone.
+    assert (after[bias] - before[bias]).abs().max() < 2.1e-3
+
+
+def test_a_finished_run_is_not_relabelled(commands: Commands, words):
+    short = "run.duration=6steps"
+    commands.run("pretrain", *words("done", short))
+
+    other = commands.run("pretrain", *words("done", short, "optim.lr=1e-4"), code=2)
+    assert "nothing is left to train" in other
+    assert "optim.lr: 0.002 -> 0.0001" in other
+    shorter = commands.run("pretrain", *words("done", "run.duration=3steps"), code=2)
+    assert "step 6 of 3" in shorter
+    wider = commands.run("pretrain", *words("done", "run.duration=9steps", "model.depth=3"), code=2)
+    assert "model.depth: 2 -> 3" in wider
+    plain = words("done", "run.duration=9steps", "optim.ema_decay=none")
+    assert "averaged weights" in commands.run("pretrain", *plain, code=2)
+
+
+def weights_of(run_dir: Path):
+    latest = (run_dir / "checkpoints" / "latest").read_text().strip()
+    return read_safetensors(run_dir / "checkpoints" / latest / "weights.safetensors")[0]

@@ -234,6 +234,8 @@ class RunConfig(Section):
             resolve_shape(self.model)
         except ValueError as error:
             yield str(error)
+        if self.model.in_chans not in (1, 3):
+            yield f"model.in_chans = {self.model.in_chans}: there are 1 (grey) and 3 (RGB)"
         for name in ("crop_scale", "crop_ratio"):
             least, most = getattr(self.augment, name)
             if least > most:

@@ -258,7 +258,7 @@ def _listed(folder: Path) -> list[Path]:
 
 def _remove_unless_held(path: Path) -> bool:
     try:
-        with open(path, "rb") as file:
+        with open(path, "r+b") as file:  # NFS grants an exclusive lock to writers only
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink()
             return True

@@ -1,6 +1,6 @@
 """From requests to a batch of examples: read, check, decode, augment; run by the readers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -34,6 +34,10 @@ class Batch:
     positions: Int64[Tensor, " b"]
     # True where a quarantined sample was replaced.
     substitutes: Bool[Tensor, " b"]
+
+    def pin_memory(self) -> "Batch":
+        """Return the batch with what goes to the device in page-locked memory (DataLoader asks)."""
+        return replace(self, images=self.images.pin_memory(), labels=self.labels.pin_memory())
 
 
 class Examples(Dataset[object]):

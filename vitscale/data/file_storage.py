@@ -58,7 +58,7 @@ def sweep_temps_in(folder: Path) -> int:
             continue
         path = folder / name
         try:
-            with open(path, "rb") as file:
+            with open(path, "r+b") as file:  # NFS grants an exclusive lock to writers only
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink(missing_ok=True)
                 count += 1

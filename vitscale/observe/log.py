@@ -23,15 +23,17 @@ class RunLog:
         text = " ".join([event, *(f"{key}={_short(value)}" for key, value in fields.items())])
         if self._echo:
             print(text, flush=True)
-        if self._file:
-            self._file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n")
-            self._file.flush()
+        self.record(text)
 
     def warn(self, text: str) -> None:
         """Write a sentence that the user should see, on standard error too."""
         print(f"warning: {text}", file=sys.stderr, flush=True)
+        self.record(f"warning: {text}")
+
+    def record(self, text: str) -> None:
+        """Write a line to the file alone."""
         if self._file:
-            self._file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} warning: {text}\n")
+            self._file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n")
             self._file.flush()
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ class TensorBoardWriter:
         self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
 
     def scalars(self, row: dict[str, Any]) -> None:
-        """Write every finite number of a metrics row under its own name."""
+        """Write every number of a metrics row under its own name."""
         for name, value in row.items():
             if name != "step" and isinstance(value, int | float):
                 self._writer.add_scalar(name, value, row["step"])

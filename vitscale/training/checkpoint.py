@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from vitscale.config.errors import UserError
+from vitscale.config.errors import NumbersError, UserError
 from vitscale.distributed import Collectives
 from vitscale.models.weights import write_safetensors
 from vitscale.observe.log import RunLog
@@ -78,6 +78,9 @@ class Checkpoints:
             if self._first:
                 shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir(parents=True)
+        with self._together(f"checkpoint {final}"):
+            if not staging.is_dir():
+                raise FileNotFoundError(f"{staging} is not there: the run folder must be shared")
         # DeepSpeed meets inside its save: a rank that fails there ends, and the others with it.
         engine.save(staging)
         self._write_weights(engine, staging / WEIGHTS)
@@ -108,6 +111,10 @@ class Checkpoints:
 
     def _write_weights(self, engine: Engine, path: Path) -> None:
         weights = dict(engine.gather_weights())
+        broken = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
+        broken = self._collectives.from_first(broken)
+        if broken:
+            raise NumbersError(f"not saved: the weights are not finite any more in {broken[0]}")
         with self._together(f"checkpoint file {path}"):
             if self._first:
                 write_safetensors(path, weights, self._metadata)
@@ -119,9 +126,11 @@ class Checkpoints:
                 for script in staging.glob("zero_to_*.py"):
                     script.unlink()  # DeepSpeed's converter; weights.safetensors is its result
         world = self._collectives.world
+        # Together they see every file, also where a listing lags behind on a network file system.
+        own = [str(p.relative_to(staging)) for p in staging.rglob("*") if p.is_file()]
+        names = sorted({name for part in self._collectives.gather(own) for name in part})
         mine = {}
         with self._together(f"checkpoint {final}"):
-            names = sorted(str(p.relative_to(staging)) for p in staging.rglob("*") if p.is_file())
             for name in names[world.rank :: world.world_size]:
                 path = staging / name
                 mine[name] = {
@@ -175,7 +184,11 @@ class Checkpoints:
                     "choose another --run-dir or remove that folder"
                 )
             return None
-        paths = [Path(p) for p in listed] if resume == "auto" else [Path(resume).expanduser()]
+        paths = [Path(p) for p in listed]
+        if resume != "auto":
+            given = Path(resume).expanduser()
+            inside = given / "checkpoints" if (given / "checkpoints").is_dir() else given
+            paths = self._collectives.from_first(candidates(inside) or [given])
         for path in paths:
             checkpoint, problems = self._verify(path)
             if checkpoint is not None and not problems:
@@ -219,19 +232,31 @@ class Checkpoints:
                 f"Start it as before, or begin a new run from its weights: --init {checkpoint.path}"
             )
 
-    def load(self, checkpoint: Checkpoint, engine: Engine, ema: Ema | None) -> dict[str, Any]:
-        """Load a verified checkpoint into the engine and the average.
+    def set_aside_after(self, step: int) -> None:
+        """Rename checkpoints of later steps: what is saved from now on is another continuation.
 
-        Returns:
-            Its state.json.
+        Left where they are, they would count as newer than what this run saves, and be resumed.
         """
+        with self._together(f"checkpoints in {self.folder}"):
+            for path in candidates(self.folder) if self._first else []:
+                if int(path.name[5:]) > step:
+                    aside = path.with_name(f"abandoned-{path.name}")
+                    shutil.rmtree(aside, ignore_errors=True)
+                    path.rename(aside)
+                    self._log.warn(f"set aside as {aside}: the run goes on from step {step}")
+
+    def read_state(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """Read a verified checkpoint's state.json."""
+        state: dict[str, Any] = json.loads((checkpoint.path / STATE).read_text(encoding="utf-8"))
+        return state
+
+    def load(self, checkpoint: Checkpoint, engine: Engine, ema: Ema | None) -> None:
+        """Load a verified checkpoint into the engine and the average."""
         engine.load(checkpoint.path)
         with self._together(f"checkpoint {checkpoint.path}"):
             if ema is not None:
                 shares = load_file(checkpoint.path / self._ema_share())
                 ema.load([shares[key] for key in sorted(shares)])
-        state: dict[str, Any] = json.loads((checkpoint.path / STATE).read_text(encoding="utf-8"))
-        return state
 
 
 class _Agreement:
@@ -244,7 +269,7 @@ class _Agreement:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(error, OSError | RuntimeError | ValueError):
+        if error is not None and not isinstance(error, Exception):
             return
         text = f"{type(error).__name__}: {error}" if error else None
         failures = [

@@ -130,10 +130,18 @@ class Engine:
             # DeepSpeed keeps no norm here; the gradients are already averaged over the ranks.
             grads = [p.grad for p in engine.module.parameters() if p.grad is not None]
             self._grad_norm = torch.nn.utils.get_total_norm(grads)
+        scale = self._norm_scale() if updates else 1.0
         engine.step()
         if updates and not self._plain:
-            self._grad_norm = engine.get_global_grad_norm()
+            norm = engine.get_global_grad_norm()
+            self._grad_norm = None if norm is None else norm / scale
         return loss.detach()
+
+    def _norm_scale(self) -> float:
+        """What DeepSpeed's norm is too large by: fp16 at stage 0 leaves the loss scale in it."""
+        if self._stage == 0 and self.config.run.precision == "fp16":
+            return float(self._optimizer.loss_scale)
+        return 1.0
 
     def grad_norm(self) -> Any:
         """Norm of the last update's gradient before clipping: a number or a device scalar."""
@@ -224,9 +232,17 @@ class Engine:
         Raises:
             RuntimeError: DeepSpeed found nothing to load.
         """
+        optimizer = self._optimizer
+        # DeepSpeed brings the saved settings back; the recipe of this start is what counts.
+        names = ("weight_decay", "betas", "eps", "momentum")
+        wanted = [{n: g[n] for n in names if n in g} for g in optimizer.param_groups]
         path, _ = self._engine.load_checkpoint(str(folder), tag=ENGINE_TAG)
         if path is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {folder / ENGINE_TAG}")
+        for group, settings in zip(optimizer.param_groups, wanted, strict=True):
+            group.update(settings)
+        if hasattr(optimizer, "clip_grad"):
+            optimizer.clip_grad = self.config.optim.grad_clip_norm
         self._skipped_before = self._engine.skipped_steps
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ class StopFlag:
     collective inside a handler would wait for ranks that have not been told yet.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR2)  # not USR1, which NCCL uses
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # not USR1, which NCCL uses
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -35,6 +35,8 @@ class StopFlag:
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: Any) -> None:
+        if number == signal.SIGINT:  # a second Ctrl-C does not wait for anything
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         self.request(signal.Signals(number).name)
 
     def request(self, reason: str) -> None:

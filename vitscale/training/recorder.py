@@ -127,6 +127,9 @@ class StepRecorder:
             row["train/grad_norm"] = None if norm is None else float(norm)
         self._step_losses, self._step_hashes = [], []
         self._check_finite(rows, skipped)
+        for row in rows:  # a step that fp16 skipped; JSON has no word for infinity
+            norm = row["train/grad_norm"]
+            row["train/grad_norm"] = norm if norm is not None and math.isfinite(norm) else None
         if self._collectives.world.is_first:
             self._write_rows(rows)
             if say:
@@ -201,7 +204,7 @@ class StepRecorder:
             "epoch": f"{last['epoch']:.2f}",
             "loss": last["train/loss"],
             "lr": last["train/lr"],
-            "grad_norm": last["train/grad_norm"],
+            "grad_norm": "-" if last["train/grad_norm"] is None else last["train/grad_norm"],
             "examples/s": speed,
             "data_wait": f"{100 * min(wait, 1):.0f}%",
             "eta": clock(left),

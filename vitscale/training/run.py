@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vitscale.config.ds_json import Resolved
-from vitscale.config.errors import UserError, VitscaleError
+from vitscale.config.errors import UserError
 from vitscale.data.audit import EpochAudit
 from vitscale.data.loader import Batch, build_eval_loader, build_train_loader
 from vitscale.data.manifest import Manifest, load_manifest
@@ -29,13 +29,15 @@ from vitscale.training.checkpoint import Checkpoints
 from vitscale.training.checkpoint_folder import find_weights
 from vitscale.training.ema import Ema
 from vitscale.training.engine import Engine, check_precision, init_distributed
-from vitscale.training.failure import FailureNote, met_alone
-from vitscale.training.guard import LauncherWatch, StopFlag
+from vitscale.training.failure import FailureNote, is_agreed
+from vitscale.training.guard import StopFlag
 from vitscale.training.loop import Actions, TrainState, seed_stochastic_layers, train
 from vitscale.training.losses import build_loss
 from vitscale.training.recorder import StepRecorder
+from vitscale.training.resume import check_saved
 from vitscale.training.rhythm import rhythm_of, schedule_of
 from vitscale.training.run_folder import RunFolder, changed_leaves
+from vitscale.training.schedule import due
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class RunRequest:
         resume: "auto", "never" or a checkpoint folder.
         new_head: Fine-tuning: the source's head is replaced by zeros.
         world: This process's place.
+        stop: Asks for a stop at the next step.
         recipe_text: The recipe as it was read.
         assignments: Its `--set` overrides.
     """
@@ -57,6 +60,7 @@ class RunRequest:
     resume: str
     new_head: bool
     world: World
+    stop: StopFlag
     recipe_text: str
     assignments: list[str]
 
@@ -78,22 +82,13 @@ def run_training(request: RunRequest) -> int:
     Raises:
         VitscaleError: With its own exit code: stopped, broken numbers, damaged data, ...
     """
-    stop = StopFlag()
-    stop.install()
-    watch = LauncherWatch(stop)
-    watch.start()
-    try:
-        return _run(request, stop)
-    finally:
-        watch.close()
-
-
-def _run(request: RunRequest, stop: StopFlag) -> int:
     config, world = request.resolved.config, request.world
+    request.stop.install()
     _set_threads(world)
     assert config.run.precision is not None
     check_precision(config.run.precision)
     if config.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
         torch.use_deterministic_algorithms(True)
     folder = request.folder
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -101,37 +96,46 @@ def _run(request: RunRequest, stop: StopFlag) -> int:
     if world.is_first:
         note.clear()
     init_distributed(world, build_shm_op=config.run.cpu_shm_comm)
+    collectives = Collectives(world)
+    note.watch()
     log = RunLog(folder.log(world.rank), echo=world.is_first)
-    run = _Run(request, Collectives(world), log, stop)
+    try:
+        _train(request, collectives, log)
+    except Exception as error:
+        # A collective whose partner is gone raises RuntimeError.
+        broken = isinstance(error, RuntimeError) and world.world_size > 1
+        peer = note.peer() if broken else None
+        if peer is not None:
+            raise peer from None
+        note.write(error, log)
+        raise
+    finally:
+        note.close()
+        log.close()
+    return 0
+
+
+def _train(request: RunRequest, collectives: Collectives, log: RunLog) -> None:
+    run = _Run(request, collectives, log)
+    together = True
     try:
         run.begin()
         run.loop()
         run.finish()
-    except VitscaleError as error:
-        note.write(error)
-        if not met_alone(error):
-            run.leave_group()
+    except Exception as error:
+        together = is_agreed(error)
         raise
-    except RuntimeError:
-        # What a collective raises when its partner is gone.
-        peer = note.peer() if world.world_size > 1 else None
-        if peer is None:
-            raise
-        raise peer from None
     finally:
         run.close()
-        log.close()
-    run.leave_group()
-    return 0
+        if together:  # one that failed alone has nobody to take the group down with
+            run.leave_group()
 
 
 class _Run:
     """The parts of a run that the loop's actions share."""
 
-    def __init__(
-        self, request: RunRequest, collectives: Collectives, log: RunLog, stop: StopFlag
-    ) -> None:
-        self.request, self.collectives, self.log, self.stop = request, collectives, log, stop
+    def __init__(self, request: RunRequest, collectives: Collectives, log: RunLog) -> None:
+        self.request, self.collectives, self.log = request, collectives, log
         self.config = request.resolved.config
         self.world = request.world
         self.data = _open(self.config.data.train)
@@ -172,15 +176,20 @@ class _Run:
             },
         )
         checkpoint = self.checkpoints.find(request.resume)
-        if checkpoint is not None:
+        saved = self.checkpoints.read_state(checkpoint) if checkpoint is not None else None
+        if checkpoint is not None and saved is not None:
             self.checkpoints.check_topology(checkpoint)
+            if any(other != saved for other in self.collectives.gather(saved)):
+                raise UserError(f"the ranks read different states from {checkpoint.path}")
+            check_saved(saved, config, self.order, self.rhythm.total_steps, checkpoint.path)
         elif config.init.source:
             self._initialise(model, config.init.source)
         self.engine = Engine(model, request.resolved, build_loss(config.loss), self.world)
         decay = config.optim.ema_decay
         self.ema = Ema(self.engine.masters(), decay) if decay else None
-        if checkpoint is not None:
-            self._restore(self.checkpoints.load(checkpoint, self.engine, self.ema), checkpoint.path)
+        if checkpoint is not None and saved is not None:
+            self.checkpoints.load(checkpoint, self.engine, self.ema)
+            self._restore(saved, checkpoint.path)
         self._open_outputs()
         self._announce(model)
 
@@ -192,16 +201,12 @@ class _Run:
         self.log.line("init", source=path, report=report)
 
     def _restore(self, saved: dict[str, Any], path: Path) -> None:
-        agreed = self.collectives.gather(saved)
-        if any(other != saved for other in agreed):
-            raise UserError(
-                f"the ranks read different states from {path}; is it one shared folder?"
-            )
-        self.order.check_state(saved["order"])
+        """Take over where the checkpoint stands."""
         self.state = TrainState(saved["step"], saved["seen_examples"])
         if self.world.is_first:
             self.audit.load({int(epoch): pair for epoch, pair in saved["audit"].items()})
         self.log.line("resume", checkpoint=path, step=self.state.step)
+        self.checkpoints.set_aside_after(self.state.step)
         changes = changed_leaves(saved["recipe"], self.config.model_dump(mode="json"))
         if changes and self.world.is_first:
             self.log.warn(f"the recipe changed since this checkpoint: {'; '.join(changes)}")
@@ -244,6 +249,12 @@ class _Run:
         config, batch = self.config, self.request.resolved.batch
         if self.state.step >= self.rhythm.total_steps:
             return
+        # A kill between a save and its evaluation left that one out.
+        if (
+            due(self.rhythm.eval_every, self.state.step, self.rhythm.total_steps)
+            and self.state.step
+        ):
+            self._evaluate_once(self.state.step)
         recorder = StepRecorder(
             self.order,
             self.audit,
@@ -296,9 +307,9 @@ class _Run:
         seed_stochastic_layers(stream(self.config.run.seed, "layers", step, self.world.rank))
 
     def _stop_reason(self) -> str | None:
-        if not self.collectives.any(self.stop.reason is not None):
+        if not self.collectives.any(self.request.stop.reason is not None):
             return None
-        reasons = [r for r in self.collectives.gather(self.stop.reason) if r]
+        reasons = [r for r in self.collectives.gather(self.request.stop.reason) if r]
         return reasons[0]
 
     def _write_rows(self, rows: list[dict[str, Any]]) -> None:
@@ -345,24 +356,23 @@ class _Run:
             self._write_rows([row])
         self.log.line(f"val {state.step}/{self.rhythm.total_steps}", **result)
 
+    def _evaluate_once(self, step: int) -> None:
+        """Evaluate unless metrics.jsonl has the result of this step already."""
+        rows = read_metrics(self.request.folder.metrics)
+        measured = any(row["step"] == step and "val/top1" in row for row in rows)
+        if not self.collectives.from_first(measured):
+            self._evaluate(self.state)
+
     def finish(self) -> None:
         """Evaluate at the end, once also when restarted behind the last step, and sum up."""
         folder, last = self.request.folder, self.rhythm.total_steps
-        measured = self.collectives.from_first(
-            [
-                row
-                for row in read_metrics(folder.metrics)
-                if row["step"] == last and "val/top1" in row
-            ]
-        )
-        if self.val is not None and not measured:
-            self._evaluate(self.state)
+        self._evaluate_once(last)
         if self.world.is_first:
             rows = [row for row in read_metrics(folder.metrics) if row["step"] == last]
             results = {k: v for row in rows for k, v in row.items() if k.startswith("val/")}
             for path in write_curves(folder.metrics, folder.path / "curves"):
                 self.log.line("curve", file=path)
-            folder.mark_done(self.request.resolved, last, results)
+            folder.mark_done(self.request.resolved, self.data.manifest.digest, last, results)
         self.log.line("done", steps=last, run_dir=folder.path)
 
     def _metadata(self) -> dict[str, Any]:

@@ -57,39 +57,51 @@ class RunFolder:
         _write_json(self.path / "ds.json", resolved.ds)
         _write_json(self.path / "env.json", _environment())
 
-    def mark_done(self, resolved: Resolved, step: int, results: dict[str, Any]) -> None:
+    def mark_done(
+        self, resolved: Resolved, dataset_digest: str, step: int, results: dict[str, Any]
+    ) -> None:
         """Say that the run is complete."""
-        done = {"recipe_digest": recipe_digest(resolved), "step": step, "results": results}
+        digest = recipe_digest(resolved, dataset_digest)
+        done = {"recipe_digest": digest, "step": step, "results": results}
         _write_json(self.path / "done.json", done)
 
-    def done(self, resolved: Resolved) -> dict[str, Any] | None:
+    def done(self, resolved: Resolved, dataset_digest: str) -> dict[str, Any] | None:
         """Return the results if this very run is complete."""
         try:
             done = json.loads((self.path / "done.json").read_text(encoding="utf-8"))
         except (OSError, json.JSONDecodeError):
             return None
-        if done.get("recipe_digest") != recipe_digest(resolved):
+        if done.get("recipe_digest") != recipe_digest(resolved, dataset_digest):
             return None
         results: dict[str, Any] = done["results"] | {"step": done["step"]}
         return results
 
 
-def recipe_digest(resolved: Resolved) -> str:
-    """Name what a run trains: the resolved recipe, but not how its data is read or logged."""
+# Leaves that do not change what is trained.
+_NEUTRAL = (
+    "data.train", "data.val", "data.num_workers", "data.prefetch_batches", "data.cache_dir",
+    "data.cache_limit_bytes", "data.build", "batch.micro_batch", "init.source", "run.log_every",
+    "run.save_every", "run.eval_every", "run.keep_last", "run.stop_at", "model.grad_checkpointing",
+)  # fmt: skip
+
+
+def recipe_digest(resolved: Resolved, dataset_digest: str) -> str:
+    """Name what a run trains: the resolved recipe and the dataset, not how they are handled."""
     tree = resolved.config.model_dump(mode="json")
-    for leaf in ("num_workers", "prefetch_batches", "cache_dir", "cache_limit_bytes", "build"):
-        tree["data"].pop(leaf)
-    for leaf in ("log_every", "keep_last", "stop_at"):
-        tree["run"].pop(leaf)
-    tree["batch"].pop("micro_batch")
+    for leaf in _NEUTRAL:
+        table, key = leaf.split(".")
+        tree[table].pop(key)
+    tree["dataset"] = dataset_digest
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
 def changed_leaves(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """List the leaves that differ between two resolved recipes, with both values."""
+    """List the leaves that differ between two resolved recipes and change what is trained."""
     lines = []
     for key in sorted(saved.keys() | now.keys()):
         old, new = saved.get(key), now.get(key)
+        if f"{prefix}{key}" in _NEUTRAL:
+            continue
         if isinstance(old, dict) and isinstance(new, dict):
             lines += changed_leaves(old, new, f"{prefix}{key}.")
         elif old != new:
