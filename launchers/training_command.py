@@ -314,8 +314,8 @@ def _check_same_classes(train: Storage, manifest: Manifest, val: Storage, other:
     label, (one, two) = next((k, pair) for k, pair in enumerate(pairs) if pair[0] != pair[1])
     raise UserError(
         f"data.val = {val.uri} has other classes than data.train = {train.uri}: {len(names[1])} "
-        f"and {len(names[0])}, and label {label} is {two!r} in one and {one!r} in the other. Pack both "
-        "from folders with the same classes"
+        f"and {len(names[0])}, and label {label} is {two!r} in one and {one!r} in the other. "
+        "Pack both from folders with the same classes"
     )
 
 

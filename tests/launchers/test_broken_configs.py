@@ -203,6 +203,11 @@ BROKEN = [
     ),
     Broken("min-lr", ("optim.min_lr = 0.01", "optim.lr = 0.001"), words=sets("optim.min_lr=0.01")),
     Broken(
+        "in-chans",
+        ("model.in_chans = 2", "1 (grey) and 3 (RGB)"),
+        words=sets("model.in_chans=2"),
+    ),
+    Broken(
         "crop-scale",
         ("augment.crop_scale = [0.9, 0.1]", "must not be the larger"),
         words=sets("augment.crop_scale=[0.9, 0.1]"),
