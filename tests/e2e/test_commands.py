@@ -247,7 +247,11 @@ def test_make_demo_says_both_accuracies(tmp_path: Path):
     (tmp_path / "Makefile").write_text(f"PRETRAINED := a\nFINETUNED := b\nsay:\n{recipe}\n")
 
     done = subprocess.run(
-        ["make", "say"], cwd=tmp_path, env=environment(), capture_output=True, text=True
+        ["make", "--no-print-directory", "say"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
     )
 
     assert done.stdout.splitlines() == [
