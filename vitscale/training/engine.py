@@ -7,6 +7,7 @@ first start on a CPU (skipped unless asked for).
 """
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 
 from vitscale.config.ds_json import Resolved
-from vitscale.config.errors import UserError
+from vitscale.config.errors import UserError, VitscaleError
 from vitscale.data.normalise import Normalise
 from vitscale.distributed import World, fill_env
 from vitscale.training.losses import Loss
@@ -36,6 +37,9 @@ def init_distributed(world: World, *, build_shm_op: bool) -> None:
     Args:
         world: This process's place.
         build_shm_op: Compile DeepSpeed's shared-memory collective for CPUs: a minute or two once.
+
+    Raises:
+        VitscaleError: The meeting point cannot be opened or reached.
     """
     fill_env(world)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -43,11 +47,18 @@ def init_distributed(world: World, *, build_shm_op: bool) -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if get_accelerator().device_name() != "cpu":
         get_accelerator().set_device(world.local_rank)
-    deepspeed.init_distributed(
-        dist_backend=get_accelerator().communication_backend_name(),
-        auto_mpi_discovery=False,
-        verbose=False,
-    )
+    try:
+        deepspeed.init_distributed(
+            dist_backend=get_accelerator().communication_backend_name(),
+            auto_mpi_discovery=False,
+            verbose=False,
+        )
+    except torch.distributed.DistNetworkError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise VitscaleError(
+            f"the ranks cannot meet at {address}: {str(error).splitlines()[0]}. If another run on "
+            "this machine uses that port, start with deepspeed --master_port N"
+        ) from error
 
 
 def check_precision(precision: str) -> None:

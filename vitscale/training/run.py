@@ -83,7 +83,6 @@ def run_training(request: RunRequest) -> int:
         VitscaleError: With its own exit code: stopped, broken numbers, damaged data, ...
     """
     config, world = request.resolved.config, request.world
-    request.stop.install()
     _set_threads(world)
     assert config.run.precision is not None
     check_precision(config.run.precision)
@@ -96,6 +95,8 @@ def run_training(request: RunRequest) -> int:
     if world.is_first:
         note.clear()
     init_distributed(world, build_shm_op=config.run.cpu_shm_comm)
+    # Not earlier: a rank that still waits for the others has nothing to save.
+    request.stop.install()
     collectives = Collectives(world)
     note.watch()
     log = RunLog(folder.log(world.rank), echo=world.is_first)
