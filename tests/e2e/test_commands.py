@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from tests.helpers.corpus import make_folder
-from tests.helpers.runs import CHECKOUT, Commands, environment, json_of, step_rows
+from tests.helpers.runs import CHECKOUT, Commands, environment, free_port, json_of, step_rows
 from vitscale.data.storage import open_storage
 from vitscale.models.build import create_model
 from vitscale.models.weights import read_safetensors
@@ -34,7 +34,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory):
     outputs = {}
     for script in ("pretrain", "finetune"):
         command = [
-            "deepspeed", str(CHECKOUT / "launchers" / f"{script}.py"),
+            "deepspeed", "--master_port", str(free_port()),
+            str(CHECKOUT / "launchers" / f"{script}.py"),
             "--ds-config", "configs/zero2.json", *sets(*SHORT),
         ]  # fmt: skip
         done = subprocess.run(

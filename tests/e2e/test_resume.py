@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.runs import CHECKOUT, DEADLINE_S, Commands, environment, exact, step_rows
+from tests.helpers.runs import (
+    CHECKOUT,
+    DEADLINE_S,
+    Commands,
+    environment,
+    exact,
+    free_port,
+    step_rows,
+)
 from vitscale.models.weights import read_safetensors
 
 pytestmark = [pytest.mark.dist, pytest.mark.e2e, pytest.mark.slow]
@@ -139,13 +148,8 @@ def test_what_cannot_be_resumed_is_refused_with_both_values(commands: Commands, 
 def test_ranks_end_with_their_launcher(commands: Commands, words, victim: str):
     run_dir = commands.folder / "orphans"
     script = str(CHECKOUT / "launchers" / "pretrain.py")
-    command = [
-        "deepspeed",
-        "--num_gpus",
-        "2",
-        script,
-        *words("orphans", "run.duration=100000steps"),
-    ]
+    command = ["deepspeed", "--num_gpus", "2", "--master_port", str(free_port()), script]
+    command += words("orphans", "run.duration=100000steps")
     with (commands.folder / "launcher.txt").open("wb") as output:
         launcher = subprocess.Popen(
             command, cwd=commands.folder, env=environment(), stdout=output, stderr=output,
@@ -174,6 +178,23 @@ def test_ranks_end_with_their_launcher(commands: Commands, words, victim: str):
     latest = (run_dir / "checkpoints" / "latest").read_text().strip()
     commit = json.loads((run_dir / "checkpoints" / latest / "COMMIT.json").read_text())
     assert commit["step"] >= 10
+
+
+def test_a_taken_port_is_said_with_the_way_out(commands: Commands, words):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = ["deepspeed", "--master_port", port, str(CHECKOUT / "launchers" / "pretrain.py")]
+        done = subprocess.run(
+            [*command, *words("port")], cwd=commands.folder, env=environment(),
+            capture_output=True, text=True, timeout=DEADLINE_S,
+        )  # fmt: skip
+
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"the ranks cannot meet at 127.0.0.1:{port}" in done.stderr
+    assert "--master_port" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_run_folder_serves_one_run_at_a_time(commands: Commands, words):
