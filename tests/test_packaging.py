@@ -84,7 +84,7 @@ def test_wheel_holds_the_three_packages_and_the_configs_and_no_more(wheel):
 def test_installed_command_works_from_anywhere(installed):
     text = command(["-m", "vitscale.cli", "pretrain", "--dry-run"], "/", PYTHONPATH=str(installed))
 
-    assert "batch: global_batch 96" in text
+    assert "batch: global_batch 48" in text
     assert "<- this run" in text
 
 
