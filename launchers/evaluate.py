@@ -44,6 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="R.json", help="also write the result there")
     parser.add_argument("--batch", type=int, default=64, help="pictures at a time")
     parser.add_argument("--num-workers", type=int, default=2, help="reader processes")
+    parser.add_argument(
+        "--any-classes", action="store_true", help="accept a dataset with another class list"
+    )
     parser.add_argument("--device", help="cpu or cuda; the accelerator if there is one")
     options = parser.parse_args(argv)
     return exit_code_of(lambda: _evaluate(options))
@@ -92,10 +95,10 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     manifest = load_manifest(storage)
     model_config = ModelConfig.model_validate_json(json.dumps(metadata["model"]))
     if manifest.labels_sha256 != metadata["labels_sha256"]:
-        print(
-            f"warning: {options.data} does not have the classes that the model was trained on",
-            file=sys.stderr,
-        )
+        text = f"{options.data} does not have the classes that the model was trained on"
+        if not options.any_classes:
+            raise UserError(f"{text}; if label numbers mean the same all the same: --any-classes")
+        print(f"warning: {text}", file=sys.stderr)
     if manifest.num_classes > (model_config.num_classes or 0):
         raise UserError(
             f"{options.data} has {manifest.num_classes} classes, "

@@ -3,30 +3,21 @@
 import argparse
 import json
 import os
-import subprocess
 import sys
-import time
 import traceback
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from dataclasses import dataclass
 from pathlib import Path
 
-import vitscale
 from launchers.dry_run import describe
+from launchers.training_data import absence, datasets_of, ensure_data, fitted, manifest_or_none
 from vitscale.config.ds_json import Resolved, load_ds_json, resolve
-from vitscale.config.errors import EXIT_FAILED, Stopped, UserError, VitscaleError, exit_code_of
+from vitscale.config.errors import EXIT_FAILED, UserError, VitscaleError, exit_code_of
 from vitscale.config.load import find_config, is_told, load_recipe
-from vitscale.config.recipe import BuildSection, RunConfig
-from vitscale.data.manifest import MANIFEST_NAME, Manifest, load_class_names, load_manifest
-from vitscale.data.order import Order
-from vitscale.data.storage import Storage, open_storage
+from vitscale.config.recipe import RunConfig
+from vitscale.data.manifest import Manifest
 from vitscale.distributed import World, end_process, world_from_env
 from vitscale.training.guard import LauncherWatch, RunLock, StopFlag
-from vitscale.training.run_folder import RunFolder
-
-POLL_S = 0.5
-# By these a process knows that an MPI launcher started it.
-MPI_VARIABLES = ("PMI_", "PMIX_", "OMPI_", "MV2_COMM_WORLD_")
+from vitscale.training.run_folder import RunFolder, recipe_digest
 
 
 @dataclass(frozen=True)
@@ -71,9 +62,15 @@ class TrainingCommand:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        parser.add_argument("--recipe", default=self.default_recipe, help="TOML: what is trained")
         parser.add_argument(
-            "--ds-config", default="configs/zero2.json", help="JSON: how DeepSpeed executes it"
+            "--recipe",
+            default=self.default_recipe,
+            help="TOML: what is trained; default: %(default)s",
+        )
+        parser.add_argument(
+            "--ds-config",
+            default="configs/zero2.json",
+            help="JSON: how DeepSpeed executes it; default: %(default)s",
         )
         parser.add_argument(
             "--set",
@@ -116,8 +113,8 @@ class TrainingCommand:
         watch = LauncherWatch(stop)
         watch.start()
         try:
-            manifest = _ensure_data(resolved.config, world, stop)
-            resolved = _with_classes(resolved, manifest)
+            manifest = ensure_data(resolved.config, world, stop)
+            resolved = fitted(resolved, manifest, say=world.is_first)
             folder = RunFolder(run_dir)
             if options.resume == "auto" and _already_done(folder, resolved, manifest, world):
                 return 0
@@ -187,6 +184,9 @@ class TrainingCommand:
         if world.is_first:
             folder.path.mkdir(parents=True, exist_ok=True)
             lock.acquire()
+        # Threads that spin while they wait make a shared CPU ten times slower, and gain nothing on
+        # an idle one. OpenMP reads this when torch is loaded.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         # Loads torch and DeepSpeed, which takes seconds: only now that all input is right.
         from vitscale.training.run import RunRequest, run_training
 
@@ -211,9 +211,13 @@ def _print_plan(resolved: Resolved, run_dir: Path, resume: str) -> None:
     """Say what would be run, and what is not there for it; a store need not be reachable."""
     manifest, notes = None, []
     try:
-        manifest = _manifest_or_none(resolved.config.data.train)
+        manifest = manifest_or_none(resolved.config.data.train)
         notes = _missing_files(resolved.config, run_dir, resume)
-    except VitscaleError as error:
+        if manifest is not None:
+            resolved = fitted(resolved, manifest, say=True)
+    except UserError:
+        raise
+    except VitscaleError as error:  # a store that cannot be reached from here
         notes = [str(error)]
     print(describe(resolved, run_dir, manifest))
     for note in notes:
@@ -243,10 +247,9 @@ def _resume_problems(resume: str) -> list[str]:
 def _missing_files(config: RunConfig, run_dir: Path, resume: str) -> list[str]:
     """Say which datasets and weights are not there and cannot be made."""
     problems = [
-        f"{leaf}: no dataset at {uri}; pack it (vitscale pack --source KIND:URI --out {uri}), "
-        f"correct {leaf}, or say in [data.build] how it is made"
-        for leaf, uri, section in _datasets(config)
-        if section is None and _manifest_or_none(uri) is None
+        f"{leaf}: {absence(leaf, uri)}"
+        for leaf, uri, section in datasets_of(config)
+        if section is None and manifest_or_none(uri) is None
     ]
     source = config.init.source
     # A run that goes on from a checkpoint of its own does not look at the source again.
@@ -258,112 +261,18 @@ def _missing_files(config: RunConfig, run_dir: Path, resume: str) -> list[str]:
     return problems
 
 
-def _datasets(config: RunConfig) -> list[tuple[str, str, BuildSection | None]]:
-    """List leaf, URI and the way to make it of the datasets that the recipe reads."""
-    build = config.data.build
-    datasets = [("data.train", config.data.train, build.train if build else None)]
-    if config.data.val is not None:
-        datasets.append(("data.val", config.data.val, build.val if build else None))
-    return datasets
-
-
-def _manifest_or_none(uri: str) -> Manifest | None:
-    storage = open_storage(uri)
-    return None if storage.size(MANIFEST_NAME) is None else load_manifest(storage)
-
-
 def _already_done(folder: RunFolder, resolved: Resolved, manifest: Manifest, world: World) -> bool:
     """Say so and return True when this very run is complete; all ranks read the same file."""
-    results = folder.done(resolved, manifest.digest)
+    results = folder.done()
     if results is None:
         return False
+    if results.pop("recipe_digest") != recipe_digest(resolved, manifest.digest):
+        raise UserError(
+            f"{folder.path} holds a complete run of {results['step']} steps, of another recipe or "
+            f"dataset. Choose another --run-dir; to train it further all the same: --resume "
+            f"{folder.path}"
+        )
     shown = " ".join(f"{k}={v:.5g}" for k, v in results.items() if isinstance(v, int | float))
     if world.is_first:
         print(f"already complete: run_dir={folder.path} {shown}", flush=True)
     return True
-
-
-def _ensure_data(config: RunConfig, world: World, stop: StopFlag) -> Manifest:
-    """Return the training set's manifest; missing sets are packed where the recipe says how.
-
-    This is before any process group exists: the first rank packs, the others look for the result.
-    """
-    for _, uri, section in _datasets(config):
-        if section is None or _manifest_or_none(uri) is not None:
-            continue
-        if world.is_first:
-            _pack(uri, section)
-        while _manifest_or_none(uri) is None:
-            if stop.reason:
-                raise Stopped(f"{stop.reason} while the first rank packed {uri}")
-            time.sleep(POLL_S)
-    train = open_storage(config.data.train)
-    manifest = load_manifest(train)
-    if config.data.val is not None:
-        val = open_storage(config.data.val)
-        _check_same_classes(train, manifest, val, load_manifest(val))
-    return manifest
-
-
-def _check_same_classes(train: Storage, manifest: Manifest, val: Storage, other: Manifest) -> None:
-    """Refuse a validation set whose labels mean something else: its accuracy would be noise."""
-    if manifest.labels_sha256 == other.labels_sha256:
-        return
-    names = load_class_names(train, manifest), load_class_names(val, other)
-    pairs = zip_longest(*names, fillvalue="nothing")
-    label, (one, two) = next((k, pair) for k, pair in enumerate(pairs) if pair[0] != pair[1])
-    raise UserError(
-        f"data.val = {val.uri} has other classes than data.train = {train.uri}: {len(names[1])} "
-        f"and {len(names[0])}, and label {label} is {two!r} in one and {one!r} in the other. "
-        "Pack both from folders with the same classes"
-    )
-
-
-def _pack(uri: str, section: BuildSection) -> None:
-    sources = [section.source] if isinstance(section.source, str) else section.source
-    words = [word for source in sources for word in ("--source", source)]
-    words += ["--out", uri, "--image", section.image, "--side", str(section.side)]
-    words += ["--quality", str(section.quality), "--check", section.check]
-    words += ["--shard-bytes", section.shard_bytes, "--max-bad", section.max_bad]
-    words += ["--workers", str(section.workers), "--seed", str(section.seed)]
-    print(f"packing {uri} from {', '.join(sources)}", flush=True)
-    # A process of its own, which must not take itself for one of the MPI ranks that we may be.
-    root = str(Path(vitscale.__file__).resolve().parents[1])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(MPI_VARIABLES)}
-    environment = {**kept, "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-m", "data_prep.pack", *words], env=environment)
-    if done.returncode:
-        raise _PackError(uri, done.returncode)
-
-
-class _PackError(VitscaleError):
-    """The packer ended with an error, which it has explained."""
-
-    def __init__(self, uri: str, code: int) -> None:
-        super().__init__(f"packing {uri} ended with exit code {code}")
-        self.exit_code = code
-
-
-def _with_classes(resolved: Resolved, manifest: Manifest) -> Resolved:
-    """Take the number of classes from the training set, or check that the recipe's is enough."""
-    config, classes = resolved.config, manifest.num_classes
-    # Raises what does not fit the dataset, before any rank waits for another.
-    Order(
-        manifest.shards.num_samples,
-        config.run.seed,
-        resolved.batch.global_batch,
-        config.data.lanes,
-        config.data.shuffle_block,
-        config.data.tail,
-    )
-    wish = config.model.num_classes
-    if wish is not None and wish < classes:
-        raise UserError(
-            f"model.num_classes = {wish}, but {config.data.train} has {classes} classes; "
-            "leave model.num_classes out"
-        )
-    if wish is not None:
-        return resolved
-    model = config.model.model_copy(update={"num_classes": classes})
-    return replace(resolved, config=config.model_copy(update={"model": model}))

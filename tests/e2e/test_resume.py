@@ -282,15 +282,21 @@ def test_a_finished_run_is_not_relabelled(commands: Commands, words):
     short = "run.duration=6steps"
     commands.run("pretrain", *words("done", short))
 
-    other = commands.run("pretrain", *words("done", short, "optim.lr=1e-4"), code=2)
+    run_dir = str(commands.folder / "done")
+
+    def again(*sets: str, code: int = 2) -> str:
+        return commands.run("pretrain", *words("done", *sets), "--resume", run_dir, code=code)
+
+    assert "holds a complete run of 6 steps" in commands.run(
+        "pretrain", *words("done", short, "optim.lr=1e-4"), code=2
+    )
+    other = again(short, "optim.lr=1e-4")
     assert "nothing is left to train" in other
     assert "optim.lr: 0.002 -> 0.0001" in other
-    shorter = commands.run("pretrain", *words("done", "run.duration=3steps"), code=2)
-    assert "step 6 of 3" in shorter
-    wider = commands.run("pretrain", *words("done", "run.duration=9steps", "model.depth=3"), code=2)
-    assert "model.depth: 2 -> 3" in wider
-    plain = words("done", "run.duration=9steps", "optim.ema_decay=none")
-    assert "averaged weights" in commands.run("pretrain", *plain, code=2)
+    assert "step 6 of 3" in again("run.duration=3steps")
+    assert "model.depth: 2 -> 3" in again("run.duration=9steps", "model.depth=3")
+    assert "averaged weights" in again("run.duration=9steps", "optim.ema_decay=none")
+    assert "done steps=9" in again("run.duration=9steps", code=0)
 
 
 def weights_of(run_dir: Path):

@@ -28,6 +28,7 @@ FLAGS = {
         "--batch",
         "--num-workers",
         "--device",
+        "--any-classes",
         "--help",
     },
     "export": {"--checkpoint", "--out", "--ema", "--to", "--help"},

@@ -21,6 +21,8 @@ from vitscale.models.pos_embed import ResizeMode, resize_pos_embed, sincos2d_pos
 from vitscale.models.vit import VisionTransformer
 
 _METADATA_KEY = "vitscale"
+# Problems that one message lists.
+_SHOWN = 8
 _HEAD_PARTS = ("head.", "pre_logits.")
 
 
@@ -70,7 +72,12 @@ def load_weights(
     report = LoadReport()
     plan, problems = _plan(model, state_dict, pos_embed_resize, new_head, report)
     if problems:
-        raise UserError("the weights do not fit the model: " + "; ".join(problems))
+        shown, more = problems[:_SHOWN], len(problems) - _SHOWN
+        raise UserError(
+            "the weights do not fit the model: "
+            + "; ".join(shown)
+            + (f"; and {more} more of the kind" if more > 0 else "")
+        )
     own = model.state_dict(keep_vars=True)
     with torch.no_grad():
         for name, tensor in plan.items():

@@ -11,11 +11,10 @@ import torch
 from vitscale.config.ds_json import Resolved
 from vitscale.config.errors import UserError
 from vitscale.data.audit import EpochAudit
+from vitscale.data.dataset import open_dataset
 from vitscale.data.loader import Batch, build_eval_loader, build_train_loader
-from vitscale.data.manifest import Manifest, load_manifest
 from vitscale.data.order import Order
 from vitscale.data.permute import stream
-from vitscale.data.storage import Storage, open_storage
 from vitscale.distributed import Collectives, World
 from vitscale.evaluation.classification import evaluate_classification
 from vitscale.models.build import create_model
@@ -63,14 +62,6 @@ class RunRequest:
     stop: StopFlag
     recipe_text: str
     assignments: list[str]
-
-
-@dataclass(frozen=True)
-class _Data:
-    """An open dataset."""
-
-    storage: Storage
-    manifest: Manifest
 
 
 def run_training(request: RunRequest) -> int:
@@ -139,8 +130,8 @@ class _Run:
         self.request, self.collectives, self.log = request, collectives, log
         self.config = request.resolved.config
         self.world = request.world
-        self.data = _open(self.config.data.train)
-        self.val = _open(self.config.data.val) if self.config.data.val else None
+        self.data = open_dataset(self.config.data.train)
+        self.val = open_dataset(self.config.data.val) if self.config.data.val else None
         manifest = self.data.manifest
         assert self.config.batch.global_batch is not None
         self.order = Order(
@@ -185,6 +176,8 @@ class _Run:
             check_saved(saved, config, self.order, self.rhythm.total_steps, checkpoint.path)
         elif config.init.source:
             self._initialise(model, config.init.source)
+        if checkpoint is None and self.world.is_first and request.folder.metrics.exists():
+            self.log.warn("an earlier start left no checkpoint here: beginning again at step 0")
         self.engine = Engine(model, request.resolved, build_loss(config.loss), self.world)
         decay = config.optim.ema_decay
         self.ema = Ema(self.engine.masters(), decay) if decay else None
@@ -402,11 +395,6 @@ class _Run:
         """End the process group, all ranks together; one that failed alone has nobody to meet."""
         if hasattr(self, "engine"):
             self.engine.close()
-
-
-def _open(uri: str) -> _Data:
-    storage = open_storage(uri)
-    return _Data(storage, load_manifest(storage))
 
 
 def _set_threads(world: World) -> None:

@@ -65,16 +65,14 @@ class RunFolder:
         done = {"recipe_digest": digest, "step": step, "results": results}
         _write_json(self.path / "done.json", done)
 
-    def done(self, resolved: Resolved, dataset_digest: str) -> dict[str, Any] | None:
-        """Return the results if this very run is complete."""
+    def done(self) -> dict[str, Any] | None:
+        """Return step, results and recipe_digest of the run if it is complete."""
         try:
             done = json.loads((self.path / "done.json").read_text(encoding="utf-8"))
         except (OSError, json.JSONDecodeError):
             return None
-        if done.get("recipe_digest") != recipe_digest(resolved, dataset_digest):
-            return None
-        results: dict[str, Any] = done["results"] | {"step": done["step"]}
-        return results
+        results: dict[str, Any] = done.pop("results")
+        return results | done
 
 
 # Leaves that do not change what is trained.

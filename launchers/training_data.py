@@ -1,0 +1,150 @@
+"""The datasets of a training command: found or made, and fitted to the recipe."""
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+
+import vitscale
+from vitscale.config.ds_json import Resolved
+from vitscale.config.errors import Stopped, UserError, VitscaleError
+from vitscale.config.recipe import BuildSection, RunConfig
+from vitscale.data.manifest import MANIFEST_NAME, Manifest, load_class_names, load_manifest
+from vitscale.data.order import Order
+from vitscale.data.storage import Storage, open_storage
+from vitscale.distributed import World
+from vitscale.training.guard import StopFlag
+from vitscale.training.rhythm import rhythm_of, schedule_of
+
+POLL_S = 0.5
+# By these a process knows that an MPI launcher started it.
+MPI_VARIABLES = ("PMI_", "PMIX_", "OMPI_", "MV2_COMM_WORLD_")
+
+
+def absence(leaf: str, uri: str) -> str:
+    """Say that a dataset is not there, and the way out."""
+    folder = Path(uri.removeprefix("file://")).expanduser()
+    if folder.is_dir() and any(folder.iterdir()):
+        return (
+            f"{uri} is no packed dataset, it has no {MANIFEST_NAME}; if these are pictures, pack "
+            f"them (vitscale pack --source imagefolder:{uri} --out NEW) and set {leaf} to NEW"
+        )
+    return (
+        f"no dataset at {uri}; pack it (vitscale pack --source KIND:URI --out {uri}), "
+        f"correct {leaf}, or say in [data.build] how it is made"
+    )
+
+
+def datasets_of(config: RunConfig) -> list[tuple[str, str, BuildSection | None]]:
+    """List leaf, URI and the way to make it of the datasets that the recipe reads."""
+    build = config.data.build
+    datasets = [("data.train", config.data.train, build.train if build else None)]
+    if config.data.val is not None:
+        datasets.append(("data.val", config.data.val, build.val if build else None))
+    return datasets
+
+
+def manifest_or_none(uri: str) -> Manifest | None:
+    """Load the manifest of a packed dataset, None where there is no such dataset."""
+    storage = open_storage(uri)
+    return None if storage.size(MANIFEST_NAME) is None else load_manifest(storage)
+
+
+def ensure_data(config: RunConfig, world: World, stop: StopFlag) -> Manifest:
+    """Return the training set's manifest; missing sets are packed where the recipe says how.
+
+    This is before any process group exists: the first rank packs, the others look for the result.
+    """
+    for _, uri, section in datasets_of(config):
+        if section is None or manifest_or_none(uri) is not None:
+            continue
+        if world.is_first:
+            _pack(uri, section)
+        while manifest_or_none(uri) is None:
+            if stop.reason:
+                raise Stopped(f"{stop.reason} while the first rank packed {uri}")
+            time.sleep(POLL_S)
+    train = open_storage(config.data.train)
+    manifest = load_manifest(train)
+    if config.data.val is not None:
+        val = open_storage(config.data.val)
+        _check_same_classes(train, manifest, val, load_manifest(val))
+    return manifest
+
+
+def _check_same_classes(train: Storage, manifest: Manifest, val: Storage, other: Manifest) -> None:
+    """Refuse a validation set whose labels mean something else: its accuracy would be noise."""
+    if manifest.labels_sha256 == other.labels_sha256:
+        return
+    names = load_class_names(train, manifest), load_class_names(val, other)
+    pairs = zip_longest(*names, fillvalue="nothing")
+    label, (one, two) = next((k, pair) for k, pair in enumerate(pairs) if pair[0] != pair[1])
+    raise UserError(
+        f"data.val = {val.uri} has other classes than data.train = {train.uri}: {len(names[1])} "
+        f"and {len(names[0])}, and label {label} is {two!r} in one and {one!r} in the other. "
+        "Pack both from folders with the same classes"
+    )
+
+
+def _pack(uri: str, section: BuildSection) -> None:
+    sources = [section.source] if isinstance(section.source, str) else section.source
+    words = [word for source in sources for word in ("--source", source)]
+    words += ["--out", uri, "--image", section.image, "--side", str(section.side)]
+    words += ["--quality", str(section.quality), "--check", section.check]
+    words += ["--shard-bytes", section.shard_bytes, "--max-bad", section.max_bad]
+    words += ["--workers", str(section.workers), "--seed", str(section.seed)]
+    print(f"packing {uri} from {', '.join(sources)}", flush=True)
+    # A process of its own, which must not take itself for one of the MPI ranks that we may be.
+    root = str(Path(vitscale.__file__).resolve().parents[1])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(MPI_VARIABLES)}
+    environment = {**kept, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-m", "data_prep.pack", *words], env=environment)
+    if done.returncode:
+        raise _PackError(uri, done.returncode)
+
+
+class _PackError(VitscaleError):
+    """The packer ended with an error, which it has explained."""
+
+    def __init__(self, uri: str, code: int) -> None:
+        super().__init__(f"packing {uri} ended with exit code {code}")
+        self.exit_code = code
+
+
+def fitted(resolved: Resolved, manifest: Manifest, *, say: bool) -> Resolved:
+    """Fit the recipe to the training set: the number of classes comes from there.
+
+    Raises:
+        UserError: They do not fit; before any rank waits for another.
+    """
+    config, classes = resolved.config, manifest.num_classes
+    order = Order(
+        manifest.shards.num_samples,
+        config.run.seed,
+        resolved.batch.global_batch,
+        config.data.lanes,
+        config.data.shuffle_block,
+        config.data.tail,
+    )
+    steps = rhythm_of(config, order.usable).total_steps
+    warmup_steps = schedule_of(config, steps, order.usable).warmup_steps
+    if say and warmup_steps >= steps:
+        print(
+            f"warning: optim.warmup = {config.optim.warmup!r} is {warmup_steps} steps, the whole "
+            f"run {steps}: the learning rate never reaches optim.lr",
+            file=sys.stderr,
+        )
+    wish = config.model.num_classes
+    if wish is not None and wish < classes:
+        raise UserError(
+            f"model.num_classes = {wish}, but {config.data.train} has {classes} classes; "
+            "leave model.num_classes out"
+        )
+    if wish is not None:
+        return resolved
+    model = config.model.model_copy(update={"num_classes": classes})
+    return replace(resolved, config=config.model_copy(update={"model": model}))
