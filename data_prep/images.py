@@ -1,78 +1,133 @@
-"""One image on its way into a shard: its format, whether it is whole, the size it is kept at.
+"""One image on its way into a shard: is it sound, and what is stored of it.
 
-Names and extensions of inputs are not looked at. Nothing is decoded before its header has shown a
-sane number of pixels. Whatever is wrong with an image is a `BadImageError` with a reason for the
-ledger, `WORD: detail`.
+Nothing is decoded before its header has shown a sane size. Whatever is wrong with an image is a
+`BadInputError` with a reason for the ledger.
 """
 
-import io
-import warnings
-import zlib
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-from PIL import Image
-
-from vitscale.data.pixels import is_plain, orientation_of, plain, turned
+from data_prep.image_headers import Header, format_of, read_bmp, read_gif
+from data_prep.image_pixels import (
+    Pixels,
+    check_pixels,
+    decode_any,
+    decode_jpeg,
+    eighths_for,
+    encode_jpeg,
+    encode_png,
+    encode_webp,
+    read_tiff,
+    recoloured,
+    resized,
+)
+from data_prep.jpeg_header import read_jpeg
+from data_prep.png_header import read_png, with_end
+from data_prep.verdict import BadInputError
+from data_prep.webp_header import read_webp
+from vitscale.config.errors import UserError
+from vitscale.data.pixels import turned
 
 Check = Literal["none", "header", "full"]
 
 # Ours: what Pillow itself starts to warn at (Image.MAX_IMAGE_PIXELS), 256 MiB of RGB.
 MAX_PIXELS = 89_478_485
-FORMATS = ("JPEG", "PNG", "WEBP")
-# Pillow calls a JPEG with further pictures behind the first one MPO; the first is the image.
-EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
-RESIZABLE_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr")
-# Real formats that are not taken as they are; their first bytes, for a clear reason in the ledger.
-OTHER_FORMATS = {
-    b"GIF8": "GIF",
-    b"BM": "BMP",
-    b"II*\x00": "TIFF",
-    b"MM\x00*": "TIFF",
-    b"\x00\x00\x00\x0cjP": "JPEG 2000",
-    b"\xff\x0a": "JPEG XL",
-    b"8BPS": "Photoshop",
-}
+MAX_BYTES = 256 << 20
 
-
-class BadImageError(Exception):
-    """An input that cannot be packed; the text is the ledger's reason."""
+_BACKGROUNDS = {"white": "#ffffff", "black": "#000000", "gray": "#808080"}
+# A picture that is brought into another form at its own size shall not show it.
+_CAREFUL_QUALITY = 95
+# px a side: libjpeg-turbo's JPEG_MAX_DIMENSION and WebP's 14 bits
+_MAX_SIDES = {"jpeg": 65_500, "webp": 16_383}
 
 
 @dataclass(frozen=True)
 class ImagePolicy:
-    """How images are stored.
+    """How images are stored, and which ones are taken.
 
     Args:
-        policy: "keep" stores the input's bytes; "resize" makes the shorter side at most `side` and
-            stores JPEG.
-        side: px.
-        quality: JPEG quality, 1 to 100.
+        policy: "keep" stores the input's bytes wherever every decoder shows them alike, else the
+            picture as a viewer shows it; "resize" also makes it smaller.
+        side: px, the most that `edge` may have after "resize"; nothing is enlarged.
+        edge: "short" or "long".
+        quality: 1 to 100, of what is encoded smaller.
+        encoding: "jpeg" or "webp", likewise.
+        background: Behind what is transparent: white, black, gray or #rrggbb.
+        animated: "first" takes the first frame or page, "refuse" none.
+        max_pixels: As stated in the header.
+        max_bytes: Of the input.
+        min_side: px, of the shorter side.
+        max_aspect: Longer side / shorter side; 0 sets no limit.
+
+    Raises:
+        UserError: A value is out of range.
     """
 
     policy: Literal["keep", "resize"]
     side: int = 512
+    edge: Literal["short", "long"] = "short"
     quality: int = 90
+    encoding: Literal["jpeg", "webp"] = "jpeg"
+    background: str = "white"
+    animated: Literal["first", "refuse"] = "first"
+    max_pixels: int = MAX_PIXELS
+    max_bytes: int = MAX_BYTES
+    min_side: int = 1
+    max_aspect: float = 0
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch("#[0-9a-fA-F]{6}", _BACKGROUNDS.get(self.background, self.background)):
+            raise UserError(f"background {self.background!r}: write white, black, gray or #rrggbb")
+        if not 1 <= self.quality <= 100:
+            raise UserError(f"image quality {self.quality}: write 1 to 100")
+        if min(self.side, self.max_pixels, self.max_bytes, self.min_side) < 1:
+            raise UserError("image side and limits of pixels, bytes and sides must be at least 1")
+        if self.max_aspect and self.max_aspect < 1:
+            raise UserError(f"max_aspect {self.max_aspect}: write at least 1, or 0 for no limit")
+
+    @property
+    def background_rgb(self) -> tuple[int, int, int]:
+        """The background as numbers."""
+        text = _BACKGROUNDS.get(self.background, self.background)
+        red, green, blue = bytes.fromhex(text[1:])
+        return red, green, blue
 
     def describe(self) -> dict[str, Any]:
         """Give the fields that affect bytes, for plan and manifest."""
-        if self.policy == "keep":
-            return {"policy": "keep"}
-        return {"policy": "resize", "side": self.side, "quality": self.quality}
+        fields: dict[str, Any] = {"policy": self.policy}
+        names = ["background", "animated", "max_pixels", "max_bytes", "min_side", "max_aspect"]
+        if self.policy == "resize":
+            names = ["side", "edge", "quality", "encoding", *names]
+        return fields | {name: getattr(self, name) for name in names}
+
+    def size_of(self, width: int, height: int) -> tuple[int, int]:
+        """Give the size that a picture is stored at."""
+        edge = min(width, height) if self.edge == "short" else max(width, height)
+        if self.policy == "keep" or edge <= self.side:
+            return width, height
+        scale = self.side / edge
+        return max(1, round(width * scale)), max(1, round(height * scale))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """An image as it goes into the shard."""
 
     data: bytes
     # "jpg", "png" or "webp"
     image_format: str
-    # px, as stored (before any EXIF orientation)
+    # px, as stored and as shown
     width: int
     height: int
+    # "jpg", "png", "webp", "gif", "bmp" or "tiff"
+    input_format: str
+    # px, as stored in the input
+    input_width: int
+    input_height: int
+    # "" where the bytes are the input's; else why not, of: resized, turned, icc, cmyk, alpha,
+    # 1bit, 2bit, 4bit, 16bit, first_frame, arithmetic, tables, format, end; with commas
+    changes: str
 
 
 def prepare_image(data: bytes, policy: ImagePolicy, check: Check) -> Prepared:
@@ -80,157 +135,127 @@ def prepare_image(data: bytes, policy: ImagePolicy, check: Check) -> Prepared:
 
     Args:
         data: The input's bytes.
-        policy: keep or resize.
-        check: "none" parses the header; "header" also looks for the end of the data and PNG's
-            checksums, and decodes only where those are missing; "full" decodes.
+        policy: keep or resize, and limits.
+        check: "none" reads the header; "header" also looks for the end of the data and compares
+            PNG's checksums, and decodes only where the end is missing; "full" decodes. What is
+            stored in another form is decoded, whatever is said here.
 
     Raises:
-        BadImageError: It cannot be packed.
+        BadInputError: It cannot be packed.
     """
-    image = _open(data)
-    if policy.policy == "resize":
-        return _resize(image, data, policy)
-    if check == "full" or (check == "header" and not _is_whole(data, image.format)):
-        _decode(image)
-    return Prepared(data, EXTENSIONS[str(image.format)], *image.size)
+    header = _read(data, policy, check)
+    changes = header.changes
+    width, height = header.width, header.height
+    if header.orientation >= 5:
+        width, height = height, width
+    size = policy.size_of(width, height)
+    if size != (width, height):
+        changes = ("resized", *changes)
+    if not changes:
+        return _kept(data, header, check)
+    pixels, header = _shown(data, header, size, policy)
+    extra = tuple(fault for fault in header.faults if fault not in changes)
+    changes = (*changes, *extra)
+    if "first_frame" in changes and policy.animated == "refuse":
+        raise header.bad("unsupported: more than one frame")
+    stored, image_format = _encoded(pixels, header, policy, "resized" in changes)
+    return Prepared(
+        stored,
+        image_format,
+        *size,
+        header.image_format,
+        header.width,
+        header.height,
+        ",".join(changes),
+    )
 
 
 def decode_fully(data: bytes) -> tuple[str, int, int]:
     """Decode an image to the last pixel; give its format ("jpg", ...), width and height.
 
     Raises:
-        BadImageError: It cannot be decoded.
+        BadInputError: It cannot be decoded.
     """
-    image = _open(data)
-    width, height = image.size
-    _decode(image)
-    return EXTENSIONS[str(image.format)], width, height
+    header = _read(data, ImagePolicy("keep", max_pixels=2 * MAX_PIXELS), "full")
+    check_pixels(data, header)
+    return header.image_format, header.width, header.height
 
 
-def encode_png(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """Encode a grey (h, w) or RGB (h, w, 3) array."""
-    out = io.BytesIO()
-    Image.fromarray(pixels).save(out, "PNG")
-    return out.getvalue()
+def _read(data: bytes, policy: ImagePolicy, check: Check) -> Header:
+    if len(data) > policy.max_bytes:
+        raise BadInputError(f"too_large: {len(data)} bytes, the limit is {policy.max_bytes}")
+    image_format = format_of(data)
+    if image_format == "jpg":
+        header = read_jpeg(data)
+    elif image_format == "png":
+        header = read_png(data, check)
+    elif image_format == "webp":
+        header = read_webp(data)
+    elif image_format == "gif":
+        header = read_gif(data)
+    else:
+        header = read_bmp(data) if image_format == "bmp" else read_tiff(data)
+    width, height = header.width, header.height
+    if width * height > policy.max_pixels:
+        raise header.bad(f"too_large: {width} x {height} px, the limit is {policy.max_pixels} px")
+    short = min(width, height)
+    if short < policy.min_side:
+        raise header.bad(f"bad_shape: {width} x {height} px, a side has {policy.min_side} at least")
+    if policy.max_aspect and max(width, height) > policy.max_aspect * short:
+        raise header.bad(
+            f"bad_shape: {width} x {height} px, the sides are {policy.max_aspect:g} : 1 at most"
+        )
+    return header
 
 
-def _open(data: bytes) -> Image.Image:
-    if not data:
-        raise BadImageError("empty: zero bytes")
-    _refuse_other_content(data)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # odd metadata is no reason to refuse pixels
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        try:
-            image = Image.open(io.BytesIO(data), formats=FORMATS)
-        except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-            raise BadImageError(f"too_large: {error}") from error
-        except (
-            Exception
-        ) as error:  # a parser may raise anything on hostile bytes: each is a verdict on this input
-            word = _word_for(error)
-            raise BadImageError(f"{word}: the header cannot be parsed ({_brief(error)})") from error
-    width, height = image.size
-    if width * height > MAX_PIXELS:
-        raise BadImageError(f"too_large: {width} x {height} px, the limit is {MAX_PIXELS} px")
-    return image
+def _kept(data: bytes, header: Header, check: Check) -> Prepared:
+    stored = data
+    if check == "full" or (check == "header" and not header.whole):
+        is_open_png = header.image_format == "png" and not header.whole
+        stored = check_pixels(with_end(data) if is_open_png else data, header)
+    width, height = header.width, header.height
+    changes = "" if stored is data else "end"
+    kind = header.image_format
+    return Prepared(stored, kind, width, height, kind, width, height, changes)
 
 
-def _refuse_other_content(data: bytes) -> None:
-    if data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n")):
-        return
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        return
-    for magic, name in OTHER_FORMATS.items():
-        if data.startswith(magic):
-            raise BadImageError(f"unsupported: {name}; JPEG, PNG and WebP are taken")
-    if data[4:8] == b"ftyp":
-        raise BadImageError("unsupported: HEIF or AVIF; JPEG, PNG and WebP are taken")
-    raise BadImageError(f"not_an_image: starts with {data[:16]!r}")
+def _shown(
+    data: bytes, header: Header, size: tuple[int, int], policy: ImagePolicy
+) -> tuple[Pixels, Header]:
+    """Give the picture as a viewer shows it, and the header with what was found on the way."""
+    # While it still lies as it was stored.
+    width, height = size if header.orientation < 5 else size[::-1]
+    pixels, eighths = None, 8
+    if header.image_format == "jpg" and header.mode != "CMYK":
+        eighths = eighths_for(header, width, height)
+        pixels, _ = decode_jpeg(data, header, eighths)
+    if pixels is not None:
+        extent = (header.width * eighths / 8, header.height * eighths / 8)
+        pixels = resized(pixels, width, height, extent if eighths < 8 else None)
+        if "icc" in header.changes:
+            pixels = recoloured(pixels, header.profile)
+        return turned(pixels, header.orientation), header
+    if header.image_format == "png" and not header.whole:
+        data = with_end(data)
+    pixels, header = decode_any(data, header, policy.background_rgb)
+    if header.image_format != "tiff":
+        pixels = turned(pixels, header.orientation)
+    return resized(pixels, *size), header
 
 
-def _is_whole(data: bytes, image_format: str | None) -> bool:
-    """Tell whether the end of the data is there; False asks for a decode to find out."""
-    if image_format in ("JPEG", "MPO"):
-        return _jpeg_has_end(data)
-    if image_format == "PNG":
-        return _png_has_end(data)
-    # RIFF: the size after the four letters counts everything behind itself.
-    return int.from_bytes(data[4:8], "little") + 8 <= len(data)
-
-
-def _jpeg_has_end(data: bytes) -> bool:
-    # Up to the first scan, segments give their length; thumbnails with end markers of their own lie
-    # inside them.
-    position = 2
-    while position + 4 <= len(data) and data[position] == 0xFF:
-        marker = data[position + 1]
-        if marker == 0xFF:
-            position += 1
-            continue
-        if marker == 0xDA:
-            return data.rfind(b"\xff\xd9", position) >= 0
-        position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
-    return False
-
-
-def _png_has_end(data: bytes) -> bool:
-    position, view = 8, memoryview(data)
-    while position + 12 <= len(data):
-        length = int.from_bytes(view[position : position + 4], "big")
-        end = position + 12 + length
-        if end > len(data):
-            return False
-        kind = bytes(view[position + 4 : position + 8])
-        checksum = int.from_bytes(view[end - 4 : end], "big")
-        # A capital letter first: the chunk is needed for the pixels. Decoders skip the checksum of
-        # the others too.
-        if kind[:1].isupper() and zlib.crc32(view[position + 4 : end - 4]) != checksum:
-            raise BadImageError(f"corrupt: wrong checksum of PNG chunk {kind!r} at byte {position}")
-        if kind == b"IEND":
-            return True
-        position = end
-    return False
-
-
-def _decode(image: Image.Image) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            image.load()
-        except Exception as error:  # as in _open
-            raise BadImageError(f"{_word_for(error)}: {_brief(error)}") from error
-
-
-def _resize(image: Image.Image, data: bytes, policy: ImagePolicy) -> Prepared:
-    if image.format != "MPO" and getattr(image, "is_animated", False):
-        raise BadImageError("unsupported: more than one frame")
-    if image.mode not in RESIZABLE_MODES:
-        raise BadImageError(f"unsupported: pixels of kind {image.mode}")
-    width, height = image.size
-    scale = policy.side / min(width, height)
-    if scale < 1:
-        width, height = max(1, round(width * scale)), max(1, round(height * scale))
-        # libjpeg scales by 1/2, 1/4, 1/8 while it decodes; staying at twice the target keeps the
-        # result sharp.
-        image.draft(None, (2 * width, 2 * height))
-    _decode(image)
-    # After decoding: to find a PNG's EXIF, Pillow decodes, and an error of that must not be lost.
-    orientation = orientation_of(image)
-    if scale >= 1 and orientation == 1 and is_plain(image):
-        return Prepared(data, EXTENSIONS[str(image.format)], width, height)
-    pixels = plain(image)
-    if pixels.size != (width, height):
-        pixels = pixels.resize((width, height), Image.Resampling.BICUBIC)
-    pixels = turned(pixels, orientation)
-    out = io.BytesIO()
-    pixels.save(out, "JPEG", quality=policy.quality, subsampling="4:2:0")
-    return Prepared(out.getvalue(), "jpg", *pixels.size)
-
-
-def _word_for(error: Exception) -> str:
-    return "truncated" if "truncated" in str(error).lower() else "corrupt"
-
-
-def _brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:200].replace("\n", " ")
+def _encoded(
+    pixels: Pixels, header: Header, policy: ImagePolicy, is_smaller: bool
+) -> tuple[bytes, str]:
+    if header.lossless and not is_smaller:
+        return encode_png(pixels), "png"
+    encoding = policy.encoding if is_smaller else "jpeg"
+    longest = max(pixels.shape[:2])
+    if longest > _MAX_SIDES[encoding]:
+        raise header.bad(
+            f"bad_shape: {longest} px is too long for {encoding}, {_MAX_SIDES[encoding]} at most"
+        )
+    if encoding == "webp":
+        return encode_webp(pixels, policy.quality), "webp"
+    if is_smaller:
+        return encode_jpeg(pixels, policy.quality, "420"), "jpg"
+    return encode_jpeg(pixels, _CAREFUL_QUALITY, "444"), "jpg"

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
+from tests.helpers.odd_images import exif as exif_of
+from tests.helpers.odd_images import four_corners, icc_profile, oriented, saved, with_segment
 from tests.helpers.small_dataset import encoded, picture
 from vitscale.config.errors import DataError
 from vitscale.data.decode import MAX_PIXELS, decode_rgb
@@ -169,3 +171,39 @@ def test_decode_rgb_puts_white_behind_what_is_transparent(in_chans):
 
     assert shown[:2].max() == 0
     assert shown[2:].min() == 255
+
+
+@pytest.mark.parametrize("in_chans", [1, 3])
+def test_decode_rgb_brings_a_wide_gamut_to_srgb(in_chans):
+    plain = decode_rgb(saved(four_corners()), in_chans).astype(int)
+
+    wide = decode_rgb(saved(four_corners(), icc_profile=icc_profile()), in_chans)
+
+    # Red is the first corner; the last, nearly white, is the same in all colour spaces.
+    assert np.abs(wide[8, 8] - plain[8, 8]).max() >= 5
+    assert np.abs(wide[-8, -8] - plain[-8, -8]).max() <= 2
+
+
+@pytest.mark.parametrize("profile", [icc_profile(wide=False), icc_profile()[:150], b"no profile"])
+def test_decode_rgb_leaves_pixels_alone_if_their_profile_says_nothing_new(profile):
+    data = saved(four_corners(), icc_profile=profile)
+
+    assert (decode_rgb(data, 3) == np.asarray(Image.open(io.BytesIO(data)))).all()
+
+
+def test_decode_rgb_turns_a_picture_whose_other_metadata_is_nonsense():
+    # Pillow's own reader of EXIF raises at a signed rational over zero and gives up the rest.
+    entries = [(0x011A, 10, 1, struct.pack("<i", 8)), oriented(6)]
+    laid = Image.fromarray(four_corners()).transpose(Image.Transpose.ROTATE_90)
+
+    shown = decode_rgb(with_segment(saved(laid), 0xE1, exif_of(*entries)), 3)
+
+    assert np.abs(shown.astype(int) - four_corners()).mean() < 2
+
+
+@pytest.mark.parametrize("value", [np.float32(0.5), np.int32(1 << 20), np.int32(-1)])
+def test_decode_rgb_refuses_values_of_unknown_range(value):
+    data = saved(Image.fromarray(np.full((9, 9), value)), "TIFF")
+
+    with pytest.raises(DataError, match="not of 8 or 16 bits"):
+        decode_rgb(data, 3)

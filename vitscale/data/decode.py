@@ -2,18 +2,18 @@
 
 One decoder for everything, so that the pixels of a sample do not depend on what else is installed;
 torchvision's JPEG decoder was measured within 3 % of it. Damaged or truncated files are refused,
-never patched up. A picture comes out as a viewer shows it: turned upright, white where transparent.
+never patched up. A picture comes out as a viewer shows it: upright, in sRGB, white where
+transparent. What the packer stores is like that already and passes through.
 """
 
 import io
-import warnings
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
 from vitscale.config.errors import DataError
-from vitscale.data.pixels import orientation_of, plain, turned
+from vitscale.data.pixels import orientation_of, plain, quiet_pillow, turned
 
 # Pillow's own limit against decompression bombs (twice Image.MAX_IMAGE_PIXELS as shipped).
 MAX_PIXELS = 178_956_970
@@ -22,8 +22,9 @@ MAX_PIXELS = 178_956_970
 def decode_rgb(data: bytes, in_chans: int) -> NDArray[np.uint8]:
     """Decode one image.
 
-    Palettes are looked up, transparency lies over white, EXIF orientation is applied, CMYK is
-    converted, 16-bit values keep their upper byte, and of an animation the first frame is taken.
+    Palettes are looked up, transparency lies over white, EXIF orientation and colour profiles are
+    applied, CMYK is converted, 16-bit values keep their upper byte, and of an animation the first
+    frame is taken.
 
     Args:
         data: The file's bytes: JPEG, PNG, WebP or whatever else Pillow reads.
@@ -41,10 +42,7 @@ def decode_rgb(data: bytes, in_chans: int) -> NDArray[np.uint8]:
     if ImageFile.LOAD_TRUNCATED_IMAGES:
         raise RuntimeError("ImageFile.LOAD_TRUNCATED_IMAGES is set: damage would go unnoticed")
     try:
-        with warnings.catch_warnings():
-            # Pillow warns of big images below our limit and of odd metadata; neither is damage.
-            warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
-            warnings.filterwarnings("ignore", category=UserWarning, module=r"PIL\.")
+        with quiet_pillow():
             return _decode(data, in_chans)
     except (DataError, MemoryError):
         raise
@@ -64,20 +62,10 @@ def _decode(data: bytes, in_chans: int) -> NDArray[np.uint8]:
                 f"the image is too big: {width} x {height} px are {width * height} pixels, "
                 f"the limit is {MAX_PIXELS}"
             )
-        if image.mode.startswith(("I", "F")):
-            return _from_deep_grey(image, in_chans)
-        mode = "RGB" if in_chans == 3 else "L"
         image.load()
+        mode = "RGB" if in_chans == 3 else "L"
         shown = plain(image)
-        shown = turned(shown if shown.mode == mode else shown.convert(mode), orientation_of(image))
-        pixels = np.asarray(shown)
+        pixels = np.asarray(shown if shown.mode == mode else shown.convert(mode))
+        # After loading: a PNG may have its EXIF behind its pixels.
+        pixels = turned(pixels, orientation_of(image))
     return pixels if in_chans == 3 else pixels[:, :, None]
-
-
-def _from_deep_grey(image: Image.Image, in_chans: int) -> NDArray[np.uint8]:
-    # Pillow's own conversion clips 16-bit grey at 255 in some modes, which turns it white.
-    values = np.asarray(image)
-    if image.mode == "F" or values.min() < 0 or values.max() > 65_535:
-        raise DataError(f"grey values of mode {image.mode} are not 16-bit; store 8 or 16 bits")
-    grey = (values >> 8).astype(np.uint8)
-    return np.repeat(grey[:, :, None], in_chans, axis=2)
