@@ -80,6 +80,8 @@ def _check_same_classes(train: Storage, manifest: Manifest, val: Storage, other:
     if manifest.labels_sha256 == other.labels_sha256:
         return
     names = load_class_names(train, manifest), load_class_names(val, other)
+    if names[0] == names[1]:
+        return
     pairs = zip_longest(*names, fillvalue="nothing")
     label, (one, two) = next((k, pair) for k, pair in enumerate(pairs) if pair[0] != pair[1])
     raise UserError(

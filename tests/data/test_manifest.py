@@ -11,7 +11,7 @@ from data_prep.pack import main as pack
 from tests.helpers.corpus import make_folder
 from vitscale.config.errors import DataError, UserError
 from vitscale.data.manifest import (
-    INDEX_SCHEMA,
+    index_schema,
     json_bytes,
     load_class_names,
     load_index,
@@ -39,12 +39,12 @@ def change_manifest(storage, **values) -> None:
 def test_load_manifest_has_totals_and_digest(storage):
     manifest = load_manifest(storage)
 
-    assert (manifest.version, manifest.format, manifest.split) == (1, "tar", "val")
+    assert (manifest.version, manifest.format, manifest.split) == (2, "tar", "val")
     assert (manifest.num_samples, manifest.num_classes, manifest.num_failed) == (12, 2, 0)
     assert manifest.num_shards == len(manifest.shards) > 1
     assert manifest.num_bytes == sum(storage.size(name) for name in manifest.shards.names)
     assert manifest.digest == sha256_hex(storage.read_bytes("manifest.json"))
-    assert manifest.image == {"policy": "keep"}
+    assert manifest.image["policy"] == "keep"
     assert (
         manifest.keys_sum64 == sum(xxhash.xxh64_intdigest(b"%09d" % n) for n in range(12)) % 2**64
     )
@@ -65,8 +65,8 @@ def test_load_manifest_missing_says_how_to_make_one(tmp_path):
 @pytest.mark.parametrize(
     ("values", "error", "said"),
     [
-        ({"version": 2}, UserError, "manifest version 2, this program reads version 1"),
-        ({"format": "arrow"}, UserError, "format 'arrow' cannot be read"),
+        ({"version": 1}, UserError, "manifest version 1, this program reads version 2"),
+        ({"format": "zip"}, UserError, "format 'zip' cannot be read"),
         ({"num_samples": 13}, DataError, "says 13 samples, shards.parquet has 12"),
         ({"num_shards": 1}, DataError, "the manifest says 1"),
         ({"shards_sha256": "0"}, DataError, "shard shards.parquet: sha256 is"),
@@ -122,13 +122,16 @@ def test_load_class_names_damage_is_named(storage):
 
 PARQUET_HASH = (
     "import pyarrow as pa; from vitscale.data.manifest import *;"
-    "t = pa.Table.from_pylist([{'key': str(i), 'offset': i} for i in range(5000)], INDEX_SCHEMA);"
+    "rows = [{'key': str(i), 'offset': i} for i in range(5000)];"
+    "t = pa.Table.from_pylist(rows, index_schema([]));"
     "print(sha256_hex(parquet_bytes(t)))"
 )
 
 
 def test_parquet_bytes_are_the_same_in_another_process():
-    table = pa.Table.from_pylist([{"key": str(i), "offset": i} for i in range(5000)], INDEX_SCHEMA)
+    table = pa.Table.from_pylist(
+        [{"key": str(i), "offset": i} for i in range(5000)], index_schema([])
+    )
 
     done = subprocess.run(
         [sys.executable, "-c", PARQUET_HASH], capture_output=True, text=True, check=True

@@ -8,15 +8,16 @@ import pyarrow as pa
 import xxhash
 from PIL import Image
 
+from vitscale.data.arrow_shard import ArrowShardWriter
+from vitscale.data.label_columns import LABELS_NAME, LabelColumn, labels_json
 from vitscale.data.manifest import (
-    INDEX_SCHEMA,
-    LABELS_NAME,
     MANIFEST_NAME,
     MANIFEST_VERSION,
     SHARDS_NAME,
     SHARDS_SCHEMA,
     Manifest,
     index_name,
+    index_schema,
     json_bytes,
     load_manifest,
     parquet_bytes,
@@ -49,8 +50,14 @@ def encoded(image: Image.Image, kind: str = "JPEG", **options) -> bytes:
     return buffer.getvalue()
 
 
+COLUMNS = [LabelColumn("label", False, tuple("abcde"))]
+
+
 def write_dataset(
-    storage: Storage, shard_sizes: list[int], images: dict[int, bytes] | None = None
+    storage: Storage,
+    shard_sizes: list[int],
+    images: dict[int, bytes] | None = None,
+    kind: str = "tar",
 ) -> Manifest:
     """Write a dataset of pictures with labels 0 .. 4.
 
@@ -58,45 +65,51 @@ def write_dataset(
         storage: Where to, empty.
         shard_sizes: Samples of each shard; 0 is allowed.
         images: Files to store instead of pictures, by sample_index.
+        kind: "tar" or "arrow".
     """
     rows, keys_sum, ordinal = [], 0, 0
     for shard_id, size in enumerate(shard_sizes):
-        name = f"shard-{shard_id:06d}.tar"
-        buffer = io.BytesIO()
-        writer = TarShardWriter(buffer)
-        index = []
-        for _ in range(size):
-            key, label = f"{ordinal:09d}", ordinal % 5
-            shape = 30 + ordinal % 23, 34 + ordinal % 11
-            image = (images or {}).get(ordinal) or encoded(picture(ordinal, *shape))
-            offset = writer.add(key, label, image, "jpg")
-            digest = xxhash.xxh3_64_intdigest(image)
-            index.append((key, offset, len(image), label, *shape, "jpg", digest))
-            keys_sum += xxhash.xxh64_intdigest(key.encode())
-            ordinal += 1
-        num_bytes, sha256 = writer.close()
-        columns = list(zip(*index, strict=True)) if index else [()] * len(INDEX_SCHEMA)
-        index_bytes = parquet_bytes(pa.table(list(map(list, columns)), schema=INDEX_SCHEMA))
-        storage.put(name, buffer.getvalue())
+        name = f"shard-{shard_id:06d}.{kind}"
+        with storage.open_temp() as file:
+            writer = {"tar": TarShardWriter, "arrow": ArrowShardWriter}[kind](file, COLUMNS)
+            index = []
+            for _ in range(size):
+                key, label = f"{ordinal:09d}", ordinal % 5
+                shape = 30 + ordinal % 23, 34 + ordinal % 11
+                image = (images or {}).get(ordinal) or encoded(picture(ordinal, *shape))
+                writer.add(key, [(label,)], image, "jpg")
+                digest = xxhash.xxh3_64_intdigest(image)
+                index.append([key, 0, len(image), *shape, "jpg", digest, label])
+                keys_sum += xxhash.xxh64_intdigest(key.encode())
+                ordinal += 1
+            num_bytes, sha256, offsets = writer.close()
+            storage.put_file(name, file.name)
+        for row, offset in zip(index, offsets, strict=True):
+            row[1] = offset
+        schema = index_schema(COLUMNS)
+        columns = list(zip(*index, strict=True)) if index else [()] * len(schema)
+        index_bytes = parquet_bytes(pa.table(list(map(list, columns)), schema=schema))
         storage.put(index_name(name), index_bytes)
         rows.append((shard_id, name, size, num_bytes, sha256, sha256_hex(index_bytes)))
     shards = parquet_bytes(pa.table(list(map(list, zip(*rows, strict=True))), schema=SHARDS_SCHEMA))
-    labels = json_bytes({"version": 1, "names": list("abcde")})
+    labels = json_bytes(labels_json(COLUMNS))
     storage.put(SHARDS_NAME, shards)
     storage.put(LABELS_NAME, labels)
     manifest = {
         "version": MANIFEST_VERSION,
-        "format": "tar",
+        "format": kind,
         "split": "train",
         "num_samples": ordinal,
         "num_bytes": sum(row[3] for row in rows),
         "num_shards": len(rows),
         "num_failed": 0,
-        "num_classes": 5,
+        "num_excluded": 0,
+        "columns": [column.summary() for column in COLUMNS],
         "labels_sha256": sha256_hex(labels),
         "shards_sha256": sha256_hex(shards),
         "plan_digest": "",
         "keys_sum64": keys_sum % 2**64,
+        "samples_sha256": "",
         "image": {"policy": "keep"},
         "ledger": [],
     }

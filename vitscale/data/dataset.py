@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from vitscale.data.label_columns import LabelColumn
 from vitscale.data.manifest import (
     Manifest,
     ShardIndex,
     damaged,
-    load_class_names,
     load_index,
+    load_label_columns,
     load_manifest,
 )
 from vitscale.data.storage import Storage, open_storage
@@ -33,7 +34,10 @@ class Sample:
     key: str
     # encoded, as stored; checked
     image: bytes
+    # class in the default label column; of a multi-label one the first, -1 for none
     label: int
+    # name of a label column -> class, or list of classes
+    labels: dict[str, int | list[int]]
     # name of the shard, and where in it the image bytes start
     shard: str
     offset: int
@@ -57,8 +61,13 @@ class Dataset:
 
     @property
     def class_names(self) -> list[str]:
-        """Names of the classes; a label is an index into them."""
-        return load_class_names(self.storage, self.manifest)
+        """Names of the classes of the default label column; a label is an index into them."""
+        return list(self.label_columns[0].names)
+
+    @property
+    def label_columns(self) -> list[LabelColumn]:
+        """The kinds of label."""
+        return load_label_columns(self.storage, self.manifest)
 
     def __len__(self) -> int:
         return self.manifest.num_samples
@@ -120,7 +129,9 @@ class Dataset:
                 f"xxh3 of {len(data)} bytes is {found:016x}, was {wanted:016x} when it was packed"
             )
             raise damaged(self.storage.uri, shard, reason, key, offset)
-        return Sample(key, data, int(index.labels[row]), shard, offset, index.image_formats[row])
+        labels = {name: values[row].as_py() for name, values in index.columns.items()}
+        label, image_format = int(index.labels[row]), index.image_formats[row]
+        return Sample(key, data, label, labels, shard, offset, image_format)
 
 
 def open_dataset(uri: str | os.PathLike[str]) -> Dataset:

@@ -2,9 +2,10 @@
 
     URI/manifest.json                written last, so it says that the rest is whole
     URI/shards.parquet               one row a shard: SHARDS_SCHEMA
-    URI/shard-000000.tar             samples in the order of their keys: KEY.cls, then KEY.jpg
-    URI/shard-000000.index.parquet   one row a sample: INDEX_SCHEMA
-    URI/labels.json                  class names; a label is an index into them
+    URI/shard-000000.tar             samples in the order of their keys (tar_shard.py), or
+    URI/shard-000000.arrow           the same samples (arrow_shard.py)
+    URI/shard-000000.index.parquet   one row a sample: INDEX_FIELDS and the label columns
+    URI/labels.json                  label columns with class names (label_columns.py)
     URI/ledger/shard-000000.parquet  one row for every input: packed, failed or excluded, and why
     URI/_commit/                     the plan and one record a finished shard; for the packer
 
@@ -15,6 +16,7 @@ not in shards.parquet, so `name` is not a function of `shard_id`.
 import hashlib
 import io
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +26,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vitscale.config.errors import DataError, UserError
+from vitscale.data.label_columns import LABELS_NAME, NO_LABEL, LabelColumn, parse_labels
 from vitscale.data.storage import Storage
 
-MANIFEST_VERSION = 1
-LABELS_VERSION = 1
+MANIFEST_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 SHARDS_NAME = "shards.parquet"
-LABELS_NAME = "labels.json"
+FORMATS = ("tar", "arrow")
 
 SHARDS_SCHEMA = pa.schema(
     [
@@ -42,18 +44,23 @@ SHARDS_SCHEMA = pa.schema(
         ("index_sha256", pa.string()),
     ]
 )
-INDEX_SCHEMA = pa.schema(
-    [
-        ("key", pa.string()),
-        ("offset", pa.int64()),
-        ("num_bytes", pa.int64()),
-        ("label", pa.int64()),
-        ("width", pa.int32()),
-        ("height", pa.int32()),
-        ("image_format", pa.string()),
-        ("xxh3_64", pa.uint64()),
-    ]
+INDEX_FIELDS = (
+    pa.field("key", pa.string()),
+    # of the image bytes, from the start of the shard file
+    pa.field("offset", pa.int64()),
+    pa.field("num_bytes", pa.int64()),
+    # px, as stored
+    pa.field("width", pa.int32()),
+    pa.field("height", pa.int32()),
+    pa.field("image_format", pa.string()),
+    # of the image bytes
+    pa.field("xxh3_64", pa.uint64()),
 )
+
+
+def index_schema(columns: Iterable[LabelColumn]) -> pa.Schema:
+    """Give the schema of the indexes of a dataset with these label columns."""
+    return pa.schema([*INDEX_FIELDS, *(column.field for column in columns)])
 
 
 @dataclass(frozen=True)
@@ -87,12 +94,16 @@ class Manifest:
     num_bytes: int
     num_shards: int
     num_failed: int
-    num_classes: int
+    num_excluded: int
+    # [{"name": .., "multi": .., "num_classes": ..}] of the label columns, first the default one
+    columns: list[dict[str, Any]]
     labels_sha256: str
     shards_sha256: str
     plan_digest: str
     # sum modulo 2**64 of xxh64(key) over all samples
     keys_sum64: int
+    # names the samples (key, image hash, labels, in order) whatever the kind of shard
+    samples_sha256: str
     # how images were treated: {"policy": "keep"} or {"policy": "resize", "side": .., "quality": ..}
     image: dict[str, Any]
     # [{"name": .., "sha256": ..}] of the ledger files
@@ -101,22 +112,30 @@ class Manifest:
     # sha256 of manifest.json: the name of these exact data
     digest: str
 
+    @property
+    def num_classes(self) -> int:
+        """Classes of the default label column."""
+        return int(self.columns[0]["num_classes"])
+
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """The rows of one shard's index, in the order of the tar."""
+    """The rows of one shard's index, in the order of the shard."""
 
     keys: list[str]
     # of the image bytes, from the start of the shard file
     offsets: npt.NDArray[np.int64]
     num_bytes: npt.NDArray[np.int64]
+    # classes in the default label column; of a multi-label one the first class, -1 for none
     labels: npt.NDArray[np.int64]
     # px, as stored
     widths: npt.NDArray[np.int32]
     heights: npt.NDArray[np.int32]
-    # "jpg", "png" or "webp": what the bytes are, and the member's extension
+    # "jpg", "png" or "webp": what the bytes are
     image_formats: list[str]
     xxh3: npt.NDArray[np.uint64]
+    # name -> values of every label column: int64, or lists of them
+    columns: dict[str, pa.ChunkedArray] = field(repr=False)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -203,9 +222,10 @@ def load_manifest(storage: Storage) -> Manifest:
             f"{MANIFEST_VERSION}; "
             "use the release that wrote it, or pack again"
         )
-    if values.get("format") != "tar":
+    if values.get("format") not in FORMATS:
         raise UserError(
-            f"{storage.uri}: format {values.get('format')!r} cannot be read, only 'tar'; pack again"
+            f"{storage.uri}: format {values.get('format')!r} cannot be read, only "
+            f"{' and '.join(FORMATS)}; pack again"
         )
     try:
         shards = _load_shards(storage, values["shards_sha256"], values["num_shards"])
@@ -249,7 +269,8 @@ def load_index(storage: Storage, manifest: Manifest, shard_id: int) -> ShardInde
     """
     shards = manifest.shards
     name = index_name(shards.names[shard_id])
-    table = _read_table(storage, name, shards.index_sha256[shard_id], INDEX_SCHEMA)
+    columns = [LabelColumn(column["name"], column["multi"], ()) for column in manifest.columns]
+    table = _read_table(storage, name, shards.index_sha256[shard_id], index_schema(columns))
     if table.num_rows != shards.num_samples[shard_id]:
         reason = f"has {table.num_rows} rows, {SHARDS_NAME} says {shards.num_samples[shard_id]}"
         raise damaged(storage.uri, name, reason)
@@ -257,12 +278,20 @@ def load_index(storage: Storage, manifest: Manifest, shard_id: int) -> ShardInde
         keys=table["key"].to_pylist(),
         offsets=table["offset"].to_numpy(),
         num_bytes=table["num_bytes"].to_numpy(),
-        labels=table["label"].to_numpy(),
+        labels=_first_labels(table[columns[0].name], columns[0].multi),
         widths=table["width"].to_numpy(),
         heights=table["height"].to_numpy(),
         image_formats=table["image_format"].to_pylist(),
         xxh3=table["xxh3_64"].to_numpy(),
+        columns={column.name: table[column.name] for column in columns},
     )
+
+
+def _first_labels(values: pa.ChunkedArray, multi: bool) -> npt.NDArray[np.int64]:
+    if not multi:
+        return values.to_numpy()
+    firsts = [labels[0] if labels else NO_LABEL for labels in values.to_pylist()]
+    return np.asarray(firsts, np.int64)
 
 
 def _read_table(storage: Storage, name: str, sha256: str, schema: pa.Schema) -> pa.Table:
@@ -282,8 +311,8 @@ def _read_table(storage: Storage, name: str, sha256: str, schema: pa.Schema) -> 
     return table
 
 
-def load_class_names(storage: Storage, manifest: Manifest) -> list[str]:
-    """Read the class names, checked against the manifest.
+def load_label_columns(storage: Storage, manifest: Manifest) -> list[LabelColumn]:
+    """Read the label columns with the names of their classes, checked against the manifest.
 
     Raises:
         DataError: labels.json is missing or damaged.
@@ -299,5 +328,16 @@ def load_class_names(storage: Storage, manifest: Manifest) -> list[str]:
             LABELS_NAME,
             f"sha256 is {found}, was {manifest.labels_sha256} when it was packed",
         )
-    names: list[str] = json.loads(data)["names"]
-    return names
+    columns = parse_labels(data)
+    if [column.summary() for column in columns] != manifest.columns:
+        raise damaged(storage.uri, LABELS_NAME, "has other columns than the manifest")
+    return columns
+
+
+def load_class_names(storage: Storage, manifest: Manifest) -> list[str]:
+    """Read the class names of the default label column.
+
+    Raises:
+        DataError: labels.json is missing or damaged.
+    """
+    return list(load_label_columns(storage, manifest)[0].names)
