@@ -17,11 +17,10 @@ import pyarrow as pa
 
 from data_prep.comm import Crew, LocalCrew
 from data_prep.plan import Plan, changed_plan_message, make_plan
-from data_prep.writer import ShardWork, commit_name, is_done, load_commit
+from data_prep.writer import Done, ShardWork, commit_name, is_done, load_commit
 from vitscale.config.errors import EXIT_DONE, DataError, UserError
+from vitscale.data.label_columns import LABELS_NAME
 from vitscale.data.manifest import (
-    LABELS_NAME,
-    LABELS_VERSION,
     MANIFEST_NAME,
     MANIFEST_VERSION,
     SHARDS_NAME,
@@ -35,7 +34,8 @@ from vitscale.data.storage import Storage, StorageError
 from vitscale.observe.progress import Progress
 
 PLAN_NAME = "_commit/plan.json"
-COMMIT_READERS = 16
+COMMIT_READERS = 32
+SHOWN_CLASSES = 10
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ def pack(crew: Crew, work: ShardWork, max_bad: Limit, *, retry_failed: bool, dry
     plan = make_plan(work.sources(), work.settings)
     _say(_describe(plan))
     if dry_run:
+        _say_all(plan)
         _say("dry run: nothing was written")
         return EXIT_DONE
     storage = work.storage()
@@ -106,9 +107,34 @@ def _say(text: str) -> None:
 def _describe(plan: Plan) -> str:
     record = plan.record
     return (
-        f"plan num_inputs={plan.num_inputs} num_classes={len(plan.classes)} "
+        f"plan num_inputs={plan.num_inputs} num_classes={len(plan.columns[0].names)} "
         f"num_shards={plan.num_shards} "
         f"input_mb={record['num_input_bytes'] / 1e6:.1f} digest={plan.digest[:16]}"
+    )
+
+
+def _say_all(plan: Plan) -> None:
+    """Show sources, classes and shards of a plan."""
+    record = plan.record
+    for source in record["sources"]:
+        counts = sorted(row["num_inputs"] for row in source["classes"].values())
+        num_bytes = sum(row["num_bytes"] for row in source["classes"].values())
+        _say(
+            f"source kind={source['kind']} num_inputs={sum(counts)} mb={num_bytes / 1e6:.1f} "
+            f"classes_with_inputs={len(counts)} inputs_a_class={counts[0]}/"
+            f"{counts[len(counts) // 2]}/{counts[-1]} (min/median/max)"
+        )
+        for name, row in list(source["classes"].items())[:SHOWN_CLASSES]:
+            _say(f"  {name} num_inputs={row['num_inputs']} mb={row['num_bytes'] / 1e6:.1f}")
+        if len(source["classes"]) > SHOWN_CLASSES:
+            _say(f"  and {len(source['classes']) - SHOWN_CLASSES} more classes")
+    for column in plan.columns:
+        kind = "several classes an image" if column.multi else "one class an image"
+        _say(f"label column={column.name} num_classes={len(column.names)} ({kind})")
+    sizes = plan.bounds[1:] - plan.bounds[:-1]
+    _say(
+        f"shards name={plan.shard_name(0)} num_shards={plan.num_shards} "
+        f"inputs_a_shard={sizes.min()} to {sizes.max()}"
     )
 
 
@@ -133,11 +159,12 @@ def _is_complete(storage: Storage, plan: Plan) -> bool:
 
 def _claim(storage: Storage, plan: Plan) -> None:
     """Write the plan, or find the same one there."""
-    if storage.create_once(PLAN_NAME, json_bytes(plan.record)):
-        return
-    old = _read_json(storage, PLAN_NAME)
-    if old != plan.record:
-        raise UserError(changed_plan_message(storage.uri, old, plan.record))
+    if not storage.create_once(PLAN_NAME, json_bytes(plan.record)):
+        old = _read_json(storage, PLAN_NAME)
+        if old != plan.record:
+            raise UserError(changed_plan_message(storage.uri, old, plan.record))
+    # Before any shard: whoever writes one takes the label columns from there.
+    storage.put(LABELS_NAME, plan.labels)
 
 
 def _finished(storage: Storage, plan: Plan, retry_failed: bool) -> dict[int, dict[str, Any]]:
@@ -154,41 +181,71 @@ def _finished(storage: Storage, plan: Plan, retry_failed: bool) -> dict[int, dic
     return records
 
 
+class _Tally:
+    """What is known while shards come in: failures, and how fast everybody is."""
+
+    def __init__(self, plan: Plan, records: dict[int, dict[str, Any]], max_bad: Limit) -> None:
+        self._plan, self._records = plan, records
+        self._allowed = max_bad.allowed(plan.num_inputs)
+        self.failed = sum(record["num_failed"] for record in records.values())
+        # worker -> inputs and seconds of work
+        self._work: dict[str, list[float]] = {}
+        self.check()
+
+    def add(self, done: Done) -> None:
+        """Count a finished shard."""
+        self._records[done.record["number"]] = done.record
+        self.failed += done.record["num_failed"]
+        sums = self._work.setdefault(done.worker, [0, 0])
+        sums[0] += done.record["num_inputs"]
+        sums[1] += done.seconds
+        self.check()
+
+    def check(self) -> None:
+        """End a job that goes wrong.
+
+        Raises:
+            DataError: More inputs failed than allowed.
+        """
+        if self.failed > self._allowed:
+            raise DataError(
+                f"{self.failed} inputs failed, --max-bad allows {self._allowed} of "
+                f"{self._plan.num_inputs}; for example:{_examples(self._records)}\n"
+                "Finished shards are kept; run again with a larger --max-bad to go on."
+            )
+
+    def slowest(self) -> str:
+        """Name the worker with the lowest rate, in inputs a second."""
+        rate, worker = min(
+            (inputs / max(seconds, 1e-9), worker)
+            for worker, (inputs, seconds) in self._work.items()
+        )
+        return f"{worker}:{rate:.3g}/s"
+
+
 def _work(
     crew: Crew, work: ShardWork, plan: Plan, records: dict[int, dict[str, Any]], max_bad: Limit
 ) -> None:
     """Do what is missing; add its records to those that are there."""
-    allowed = max_bad.allowed(plan.num_inputs)
-    _check_failures(records, plan, allowed)
+    tally = _Tally(plan, records, max_bad)
     missing = [number for number in range(plan.num_shards) if number not in records]
-    total = int(sum(plan.bounds[number + 1] - plan.bounds[number] for number in missing))
     if not missing:
         return
+    total = int(sum(plan.bounds[number + 1] - plan.bounds[number] for number in missing))
     if isinstance(crew, LocalCrew):
         work.warm_up()
-    # In this order: a bar on a terminal starts a thread, and processes must be forked before that.
-    results = crew.map(work, (plan.task(number) for number in missing))
     progress = Progress(total, "inputs", "pack")
     try:
-        for record in results:
-            records[record["number"]] = record
-            failed = _check_failures(records, plan, allowed)
+        for done in crew.map(work, (plan.task(number) for number in missing)):
+            tally.add(done)
             progress.update(
-                record["num_inputs"], shards=f"{len(records)}/{plan.num_shards}", failed=failed
+                done.record["num_inputs"],
+                shards=f"{len(records)}/{plan.num_shards}",
+                failed=tally.failed,
+                slowest=tally.slowest(),
             )
     finally:
         progress.close()
-
-
-def _check_failures(records: dict[int, dict[str, Any]], plan: Plan, allowed: int) -> int:
-    failed = sum(record["num_failed"] for record in records.values())
-    if failed > allowed:
-        raise DataError(
-            f"{failed} inputs failed, --max-bad allows {allowed} of {plan.num_inputs}; for example:"
-            f"{_examples(records)}\nFinished shards are kept; run again with a larger --max-bad "
-            "to go on."
-        )
-    return failed
 
 
 def _examples(records: dict[int, dict[str, Any]]) -> str:
@@ -215,20 +272,23 @@ def _finish(storage: Storage, plan: Plan, records: list[dict[str, Any]]) -> None
             SHARDS_SCHEMA,
         )
     )
-    labels = json_bytes({"version": LABELS_VERSION, "names": plan.classes})
     manifest = {
         "version": MANIFEST_VERSION,
-        "format": "tar",
+        "format": plan.record["settings"]["format"],
         "split": plan.record["settings"]["split"],
         "num_samples": sum(record["num_samples"] for record in filled),
         "num_bytes": sum(record["num_bytes"] for record in filled),
         "num_shards": len(filled),
         "num_failed": sum(record["num_failed"] for record in records),
-        "num_classes": len(plan.classes),
-        "labels_sha256": sha256_hex(labels),
+        "num_excluded": sum(record["num_excluded"] for record in records),
+        "columns": [column.summary() for column in plan.columns],
+        "labels_sha256": sha256_hex(plan.labels),
         "shards_sha256": sha256_hex(shards),
         "plan_digest": plan.digest,
         "keys_sum64": sum(record["keys_sum64"] for record in filled) % 2**64,
+        "samples_sha256": sha256_hex(
+            "".join(record["samples_sha256"] for record in filled).encode()
+        ),
         "image": plan.record["settings"]["image"],
         "ledger": [
             {"name": ledger_name(record["name"]), "sha256": record["ledger_sha256"]}
@@ -236,7 +296,6 @@ def _finish(storage: Storage, plan: Plan, records: list[dict[str, Any]]) -> None
         ],
     }
     storage.put(SHARDS_NAME, shards)
-    storage.put(LABELS_NAME, labels)
     try:
         storage.abort_uploads()
     except StorageError as error:

@@ -22,7 +22,8 @@ from typing import Literal
 import xxhash
 
 from data_prep import comm
-from data_prep.images import BadImageError, decode_fully
+from data_prep.images import decode_fully
+from data_prep.verdict import BadInputError
 from vitscale.config.errors import EXIT_DATA, EXIT_DONE, DataError, UserError, exit_code_of
 from vitscale.data.manifest import (
     MANIFEST_NAME,
@@ -218,7 +219,7 @@ def _sample_reason(data: bytes, index: ShardIndex, row: int, level: Level) -> st
         return ""
     try:
         decoded = decode_fully(data)
-    except BadImageError as error:
+    except BadInputError as error:
         return f"does not decode: {error}"
     indexed = (index.image_formats[row], int(index.widths[row]), int(index.heights[row]))
     return "" if decoded == indexed else f"decodes to {decoded}, the index says {indexed}"

@@ -4,22 +4,30 @@ Shard, index and ledger are published first, the record last: it says what they 
 so whether the shard is done. Everything is read once and hashed while it is written.
 """
 
-import io
 import json
-from collections import Counter
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import xxhash
 
-from data_prep.images import BadImageError, Prepared, prepare_image
+from data_prep.comm import launcher_rank
+from data_prep.images import encode_png, prepare_image
+from data_prep.ledger import Ready, Rows
 from data_prep.plan import KEY_DIGITS, Item, Settings, Task
-from data_prep.sources.build import Source, build_source, printable
-from vitscale.config.errors import VitscaleError
+from data_prep.sources.build import Source, SourceOptions, build_source, printable
+from data_prep.verdict import BadInputError
+from vitscale.config.errors import UserError, VitscaleError
+from vitscale.data.arrow_shard import ArrowShardWriter
+from vitscale.data.label_columns import LABELS_NAME, LabelColumn, parse_labels
 from vitscale.data.manifest import (
-    INDEX_SCHEMA,
     index_name,
     json_bytes,
     ledger_name,
@@ -29,24 +37,14 @@ from vitscale.data.manifest import (
 from vitscale.data.storage import Storage, open_storage
 from vitscale.data.tar_shard import TarShardWriter
 
-COMMIT_VERSION = 1
+COMMIT_VERSION = 2
 SHOWN_FAILURES = 3
-# source: KIND:NAME of the input, as data_prep.sources.build.printable writes names (N.KIND:NAME
-# with several sources)
-LEDGER_SCHEMA = pa.schema(
-    [
-        ("source", pa.string()),
-        ("key", pa.string()),
-        ("status", pa.string()),
-        ("reason", pa.string()),
-        ("label", pa.int64()),
-        ("width", pa.int32()),
-        ("height", pa.int32()),
-        ("image_format", pa.string()),
-        ("num_bytes", pa.int64()),
-        ("xxh3_64", pa.uint64()),
-    ]
-)
+# Bytes of inputs that threads may hold ready in front of the writer.
+AHEAD_BYTES = 128 << 20
+WRITERS: dict[str, type[TarShardWriter] | type[ArrowShardWriter]] = {
+    "tar": TarShardWriter,
+    "arrow": ArrowShardWriter,
+}
 
 
 @dataclass
@@ -55,20 +53,26 @@ class ShardWork:
 
     Args:
         specs: The sources as on the command line.
+        options: How to read them.
         settings: Of the dataset.
         out: URI of the dataset.
+        threads: That read and prepare images in each process; 1 uses none besides its own.
     """
 
     specs: list[str]
+    options: SourceOptions
     settings: Settings
     out: str
+    threads: int = 1
     _sources: list[Source] = field(default_factory=list, init=False)
     _storage: Storage | None = field(default=None, init=False)
+    _columns: list[LabelColumn] = field(default_factory=list, init=False)
+    _pool: tuple[int, ThreadPoolExecutor] | None = field(default=None, init=False)
 
     def sources(self) -> list[Source]:
         """Give the sources, built once."""
         if not self._sources:
-            self._sources = [build_source(spec, self.settings.split) for spec in self.specs]
+            self._sources = [build_source(spec, self.options) for spec in self.specs]
         return self._sources
 
     def storage(self) -> Storage:
@@ -77,13 +81,47 @@ class ShardWork:
             self._storage = open_storage(self.out)
         return self._storage
 
+    def pool(self) -> ThreadPoolExecutor | None:
+        """Give this process's threads; None where it works alone."""
+        if self.threads == 1:
+            return None
+        if self._pool is None or self._pool[0] != os.getpid():
+            self._pool = os.getpid(), ThreadPoolExecutor(self.threads)
+        return self._pool[1]
+
     def warm_up(self) -> None:
         """Load what shards need; children share it, other ranks do it while inputs are listed."""
-        TarShardWriter(io.BytesIO())
+        prepare_image(encode_png(np.zeros((8, 8), np.uint8)), self.settings.image, "full")
+        parquet_bytes(pa.table({"x": pa.array(["x"])}))
 
-    def __call__(self, task: Task) -> dict[str, Any]:
-        """Write one shard; give its commit record."""
-        return write_shard(task, self.sources(), self.storage(), self.settings)
+    def columns(self, labels_sha256: str) -> list[LabelColumn]:
+        """Give the label columns, read once from the dataset: tasks need not carry all names."""
+        if not self._columns:
+            data = self.storage().read_bytes(LABELS_NAME)
+            if sha256_hex(data) != labels_sha256:
+                raise UserError(
+                    f"{self.out}: {LABELS_NAME} is not the one of this plan; another job writes "
+                    "to the same place"
+                )
+            self._columns = parse_labels(data)
+        return self._columns
+
+    def __call__(self, task: Task) -> "Done":
+        """Write one shard."""
+        start = time.monotonic()
+        record = _Shard(task, self).write()
+        rank = launcher_rank()
+        worker = f"pid{os.getpid()}" if rank is None else f"rank{rank}"
+        return Done(record, worker, time.monotonic() - start)
+
+
+class Done(NamedTuple):
+    """A finished task."""
+
+    record: dict[str, Any]
+    # who did it, and how long it took in seconds
+    worker: str
+    seconds: float
 
 
 def commit_name(number: int) -> str:
@@ -91,62 +129,111 @@ def commit_name(number: int) -> str:
     return f"_commit/shard-{number:06d}.json"
 
 
-def write_shard(
-    task: Task, sources: list[Source], storage: Storage, settings: Settings
-) -> dict[str, Any]:
-    """Write and publish one shard with its index and ledger.
+class _Shard:
+    """One shard in the making."""
 
-    Returns:
-        The commit record, which is published too.
+    def __init__(self, task: Task, work: ShardWork) -> None:
+        self.task, self.work = task, work
+        self.sources, self.settings = work.sources(), work.settings
+        self.columns = work.columns(task.labels_sha256)
+        self.rows = Rows(self.columns)
 
-    Raises:
-        DataError: An input changed or vanished since it was listed.
-        VitscaleError: An input or the storage cannot be reached.
-    """
-    rows = _Rows()
-    with storage.open_temp() as file:
-        try:
-            tar = TarShardWriter(file)
-            for position, item in enumerate(task.items):
-                key = f"{task.first + position:0{KEY_DIGITS}d}"
+    def write(self) -> dict[str, Any]:
+        """Write and publish the shard with its index and ledger; give its commit record.
+
+        Raises:
+            DataError: An input changed or vanished since it was listed.
+            VitscaleError: An input or the storage cannot be reached.
+        """
+        storage, name = self.work.storage(), self.task.name
+        with storage.open_temp() as file:
+            try:
+                writer = WRITERS[self.settings.format](file, self.columns)
                 try:
-                    image = _prepare(item, sources, settings)
-                except BadImageError as error:
-                    rows.add_failed(_origin(item, sources), key, item.label, str(error))
-                    continue
-                offset = tar.add(key, item.label, image.data, image.image_format)
-                rows.add_packed(_origin(item, sources), key, item.label, image, offset)
-            num_bytes, sha256 = tar.close()
-            file.flush()
-            if rows.index:
-                storage.put_file(task.name, file.name)
-        finally:
-            Path(file.name).unlink(missing_ok=True)
-    index = parquet_bytes(pa.Table.from_pylist(rows.index, INDEX_SCHEMA)) if rows.index else b""
-    ledger = parquet_bytes(pa.Table.from_pylist(rows.ledger, LEDGER_SCHEMA))
-    if index:
-        storage.put(index_name(task.name), index)
-    storage.put(ledger_name(task.name), ledger)
-    record = {
-        "version": COMMIT_VERSION,
-        "plan_digest": task.plan_digest,
-        "number": task.number,
-        "name": task.name,
-        "num_inputs": len(task.items),
-        "num_samples": len(rows.index),
-        "num_failed": len(task.items) - len(rows.index),
-        "failed": dict(rows.failed),
-        "examples": rows.examples,
-        "num_bytes": num_bytes if rows.index else 0,
-        "sha256": sha256,
-        "index_bytes": len(index),
-        "index_sha256": sha256_hex(index),
-        "ledger_bytes": len(ledger),
-        "ledger_sha256": sha256_hex(ledger),
-        "keys_sum64": rows.keys_sum64,
-    }
-    storage.put(commit_name(task.number), json_bytes(record))
-    return record
+                    self._fill(writer)
+                except BaseException:
+                    writer.abandon()
+                    raise
+                shard = writer.close()
+                if shard.offsets:
+                    storage.put_file(name, file.name)
+            finally:
+                Path(file.name).unlink(missing_ok=True)
+        index = self.rows.index_bytes(shard.offsets)
+        ledger = self.rows.ledger_bytes()
+        if index:
+            storage.put(index_name(name), index)
+        storage.put(ledger_name(name), ledger)
+        record = {
+            "version": COMMIT_VERSION,
+            "plan_digest": self.task.plan_digest,
+            "number": self.task.number,
+            "name": name,
+            "num_inputs": len(self.task.items),
+            **self.rows.counts(),
+            "num_bytes": shard.num_bytes if index else 0,
+            "sha256": shard.sha256,
+            "index_bytes": len(index),
+            "index_sha256": sha256_hex(index),
+            "ledger_bytes": len(ledger),
+            "ledger_sha256": sha256_hex(ledger),
+        }
+        storage.put(commit_name(self.task.number), json_bytes(record))
+        return record
+
+    def _fill(self, writer: TarShardWriter | ArrowShardWriter) -> None:
+        pairs = zip(self.task.items, self._ready(), strict=True)
+        for position, (item, ready) in enumerate(pairs):
+            key = f"{self.task.first + position:0{KEY_DIGITS}d}"
+            origin = _origin(item, self.sources)
+            if isinstance(ready.image, BadInputError):
+                self.rows.add_failed(origin, key, ready)
+            elif ready.xxh3 in self.settings.excluded:
+                self.rows.add_excluded(origin, key, ready)
+            else:
+                writer.add(key, item.labels, ready.image.data, ready.image.image_format)
+                self.rows.add_packed(origin, key, ready, ready.image)
+
+    def _ready(self) -> Iterator[Ready]:
+        """Give the inputs in their order, read and prepared by the threads, if there are any."""
+        pool = self.work.pool()
+        if pool is None:
+            yield from map(self._prepare, self.task.items)
+            return
+        queue: deque[tuple[int, Future[Ready]]] = deque()
+        ahead = 0
+        for item in self.task.items:
+            queue.append((item.entry.num_bytes, pool.submit(self._prepare, item)))
+            ahead += item.entry.num_bytes
+            while len(queue) > 4 * self.work.threads or (ahead > AHEAD_BYTES and len(queue) > 1):
+                num_bytes, future = queue.popleft()
+                ahead -= num_bytes
+                yield future.result()
+        while queue:
+            yield queue.popleft()[1].result()
+
+    def _prepare(self, item: Item) -> Ready:
+        if item.entry.problem:
+            return Ready(
+                item.labels, item.entry.num_bytes, None, BadInputError(item.entry.problem), 0
+            )
+        data = b""
+        xxh3 = None
+        try:
+            data = self.sources[item.source].read(item.entry)
+            xxh3 = xxhash.xxh3_64_intdigest(data)
+            image = prepare_image(data, self.settings.image, self.settings.check)
+        except BadInputError as error:
+            return Ready(item.labels, len(data) or item.entry.num_bytes, xxh3, error, 0)
+        except OSError as error:
+            # An outage is no verdict on an image: the shard stays undone.
+            raise VitscaleError(
+                f"cannot read input {_origin(item, self.sources)}: {error.strerror or error}; "
+                "run the same command again to go on"
+            ) from error
+        same = image.data is data
+        stored = xxh3 if same else xxhash.xxh3_64_intdigest(image.data)
+        return Ready(item.labels, len(data), xxh3, image, stored)
 
 
 def load_commit(storage: Storage, number: int, plan_digest: str) -> dict[str, Any] | None:
@@ -178,54 +265,6 @@ def is_done(record: dict[str, Any], sizes: dict[str, int]) -> bool:
     return all(sizes.get(object_name) == size for object_name, size in wanted.items())
 
 
-class _Rows:
-    """The rows of a shard's index and ledger as they grow, and what is counted over them."""
-
-    def __init__(self) -> None:
-        self.index: list[dict[str, Any]] = []
-        self.ledger: list[dict[str, Any]] = []
-        self.failed: Counter[str] = Counter()
-        self.examples: list[str] = []
-        self.keys_sum64 = 0
-
-    def add_packed(self, origin: str, key: str, label: int, image: Prepared, offset: int) -> None:
-        row = {
-            "key": key,
-            "label": label,
-            "num_bytes": len(image.data),
-            "width": image.width,
-            "height": image.height,
-            "image_format": image.image_format,
-            "xxh3_64": xxhash.xxh3_64_intdigest(image.data),
-        }
-        self.index.append({**row, "offset": offset})
-        self.ledger.append({**row, "source": origin, "status": "packed", "reason": ""})
-        self.keys_sum64 = (self.keys_sum64 + xxhash.xxh64_intdigest(key.encode())) % 2**64
-
-    def add_failed(self, origin: str, key: str, label: int, reason: str) -> None:
-        row = {"source": origin, "key": key, "status": "failed", "reason": reason, "label": label}
-        self.ledger.append(row)
-        self.failed[reason.partition(":")[0]] += 1
-        if len(self.examples) < SHOWN_FAILURES:
-            self.examples.append(f"{origin}: {reason}")
-
-
-def _prepare(item: Item, sources: list[Source], settings: Settings) -> Prepared:
-    if item.problem:
-        raise BadImageError(item.problem)
-    try:
-        data = sources[item.source].read(item.name, item.num_bytes)
-    except (PermissionError, IsADirectoryError) as error:
-        raise BadImageError(f"unreadable: {error.strerror}") from error
-    except OSError as error:
-        # An outage is no verdict on an image: the shard stays undone.
-        raise VitscaleError(
-            f"cannot read input {_origin(item, sources)}: {error.strerror}; run the same command "
-            "again to go on"
-        ) from error
-    return prepare_image(data, settings.image, settings.check)
-
-
 def _origin(item: Item, sources: list[Source]) -> str:
     number = f"{item.source}." if len(sources) > 1 else ""
-    return f"{number}{sources[item.source].kind}:{printable(item.name)}"
+    return f"{number}{sources[item.source].kind}:{printable(item.entry.name)}"

@@ -40,13 +40,17 @@ HOME = {
     "deepspeed": (["vitscale/training/engine.py"], []),
     "boto3": ([], ["vitscale/data/storage.py"]),
     "botocore": ([], ["vitscale/data/storage.py"]),
-    "webdataset": ([], ["vitscale/data/tar_shard.py", "data_prep/sources/*"]),
+    "webdataset": ([], ["data_prep/sources/*"]),
     "mpi4py": ([], ["data_prep/comm.py"]),
     "pyarrow": (["vitscale/data/*", "data_prep/*"], []),
     "PIL": (
         [f"vitscale/data/{n}.py" for n in ("decode", "pixels", "augment")] + ["data_prep/*"],
         [],
     ),
+    "simplejpeg": (["data_prep/image_pixels.py"], []),
+    "urllib3": ([], ["data_prep/sources/http_files.py", "vitscale/data/storage.py"]),
+    "scipy": ([], ["data_prep/sources/*"]),
+    "cv2": ([], ["data_prep/image_pixels.py"]),
     "torchvision": (["vitscale/data/augment.py"], []),
     "sklearn": ([], ["data_prep/sources/*"]),
     "matplotlib": ([], ["vitscale/observe/report.py"]),
@@ -65,7 +69,11 @@ WITHOUT_TORCH = [
     "vitscale/models/cost.py",
     *(
         f"vitscale/data/{name}.py"
-        for name in ("__init__", "storage", "file_storage", "tar_shard", "manifest", "dataset")
+        for name in ("__init__", "storage", "file_storage", "manifest", "dataset", "pixels")
+    ),
+    *(
+        f"vitscale/data/{name}.py"
+        for name in ("shard_file", "tar_shard", "arrow_shard", "label_columns")
     ),
     *(f"vitscale/data/{name}.py" for name in ("order", "permute", "windows", "cache", "audit")),
     *(f"vitscale/observe/{name}.py" for name in ("log", "progress", "metrics", "report")),

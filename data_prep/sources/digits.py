@@ -4,13 +4,13 @@ A small real data set without a download. Every fifth image (i % 5 == 4) is held
 part.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from data_prep.images import encode_png
-from data_prep.sources.build import Listing
+from data_prep.sources.build import Column, Entry, SourceOptions
 from vitscale.config.errors import UserError
 
 PARTS = ("train", "test", "all")
@@ -19,41 +19,45 @@ HELD_OUT_EVERY = 5
 MAX_VALUE = 16
 
 
-@dataclass
 class Digits:
     """Handwritten digits.
 
     Args:
-        part: "train" (four fifths), "test" (the held-out fifth) or "all".
+        uri: "train" (four fifths), "test" (the held-out fifth) or "all".
+        options: Nothing in them concerns this source.
     """
 
-    part: str
-    kind: str = field(default="digits", init=False)
-    _images: npt.NDArray[np.uint8] | None = field(default=None, init=False, repr=False)
+    kind = "digits"
 
-    def listing(self) -> Listing:
+    def __init__(self, uri: str, options: SourceOptions) -> None:
+        self._part = uri
+        self._images: npt.NDArray[np.uint8] | None = None
+
+    def entries(self) -> Iterator[Entry]:
         """List the part's images.
 
         Raises:
             UserError: There is no such part, or scikit-learn is not installed.
         """
-        if self.part not in PARTS:
+        if self._part not in PARTS:
             raise UserError(
-                f"digits:{self.part} is not one of {', '.join('digits:' + part for part in PARTS)}"
+                f"digits:{self._part} is not one of {', '.join('digits:' + part for part in PARTS)}"
             )
         images, labels = _load()
-        listing = Listing(classes=[str(label) for label in range(10)])
         for number, label in enumerate(labels.tolist()):
             held_out = number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
-            if self.part == "all" or held_out == (self.part == "test"):
-                listing.add(f"{number:04d}", images[number].size, label)
-        return listing
+            if self._part == "all" or held_out == (self._part == "test"):
+                yield Entry(f"{number:04d}", images[number].size, (label,))
 
-    def read(self, name: str, num_bytes: int) -> bytes:
+    def columns(self) -> list[Column]:
+        """Give the ten classes."""
+        return [Column("label", names=tuple("0123456789"))]
+
+    def read(self, entry: Entry) -> bytes:
         """Encode one image as PNG."""
         if self._images is None:
             self._images, _ = _load()
-        return encode_png(self._images[int(name)])
+        return encode_png(self._images[int(entry.name)])
 
 
 def _load() -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:

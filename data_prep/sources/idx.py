@@ -9,35 +9,37 @@ the values.
 
 import gzip
 import zlib
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from data_prep.images import encode_png
-from data_prep.sources.build import Listing
+from data_prep.sources.build import Column, Entry, SourceOptions
 from vitscale.config.errors import DataError, UserError
 
 STEMS = {"train": "train", "val": "t10k", "test": "t10k"}
 
 
-@dataclass
 class IdxFolder:
     """Images and labels in a pair of IDX files.
 
     Args:
-        folder: Where the files are.
-        split: "train", "val" or "test".
+        uri: The folder with the files.
+        options: `split` is "train", "val" or "test".
     """
 
-    folder: str
-    split: str
-    kind: str = field(default="idx", init=False)
-    _images: npt.NDArray[np.uint8] | None = field(default=None, init=False, repr=False)
+    kind = "idx"
 
-    def listing(self) -> Listing:
-        """List all images; classes are "0" up to the largest label.
+    def __init__(self, uri: str, options: SourceOptions) -> None:
+        self._folder = Path(uri)
+        self._split = options.split
+        self._num_classes = 0
+        self._images: npt.NDArray[np.uint8] | None = None
+
+    def entries(self) -> Iterator[Entry]:
+        """List all images.
 
         Raises:
             UserError: A file is missing, or the split is not one of the three.
@@ -47,20 +49,25 @@ class IdxFolder:
         images = self._load()
         if len(images) != len(labels):
             raise DataError(
-                f"idx: {self.folder}: {len(images)} images and {len(labels)} labels; not a pair"
+                f"idx: {self._folder}: {len(images)} images and {len(labels)} labels; not a pair"
             )
         if not len(labels):
-            raise UserError(f"idx: {self.folder}: the files of split {self.split!r} hold no images")
-        listing = Listing(classes=[str(label) for label in range(int(labels.max()) + 1)])
+            raise UserError(
+                f"idx: {self._folder}: the files of split {self._split!r} hold no images"
+            )
+        self._num_classes = int(labels.max()) + 1
         num_bytes = images[0].size
-        stem = STEMS[self.split]
+        stem = STEMS[self._split]
         for number, label in enumerate(labels.tolist()):
-            listing.add(f"{stem}/{number:06d}", num_bytes, label)
-        return listing
+            yield Entry(f"{stem}/{number:06d}", num_bytes, (label,))
 
-    def read(self, name: str, num_bytes: int) -> bytes:
+    def columns(self) -> list[Column]:
+        """Give the classes: "0" up to the largest label."""
+        return [Column("label", names=tuple(map(str, range(self._num_classes))))]
+
+    def read(self, entry: Entry) -> bytes:
         """Encode one image as PNG."""
-        return encode_png(self._load()[int(name.rpartition("/")[2])])
+        return encode_png(self._load()[int(entry.name.rpartition("/")[2])])
 
     def _load(self) -> npt.NDArray[np.uint8]:
         if self._images is None:
@@ -68,15 +75,15 @@ class IdxFolder:
         return self._images
 
     def _path(self, what: str, axes: int) -> Path:
-        if self.split not in STEMS:
-            raise UserError(f"idx: --split {self.split!r} is not one of {', '.join(STEMS)}")
-        name = f"{STEMS[self.split]}-{what}-idx{axes}-ubyte"
+        if self._split not in STEMS:
+            raise UserError(f"idx: --split {self._split!r} is not one of {', '.join(STEMS)}")
+        name = f"{STEMS[self._split]}-{what}-idx{axes}-ubyte"
         for candidate in (f"{name}.gz", name):
-            path = Path(self.folder) / candidate
+            path = self._folder / candidate
             if path.is_file():
                 return path
         raise UserError(
-            f"idx: {self.folder} has neither {name}.gz nor {name}; "
+            f"idx: {self._folder} has neither {name}.gz nor {name}; "
             "give the folder that holds the files of MNIST or Fashion-MNIST"
         )
 

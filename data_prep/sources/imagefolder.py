@@ -9,122 +9,109 @@ which have no label.
 import os
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
-from data_prep.sources.build import Listing, printable
-from vitscale.config.errors import DataError, UserError
+from data_prep.sources.build import Column, Entry, SourceOptions, printable
+from data_prep.sources.files import IGNORED_NAMES
+from data_prep.sources.local_files import read_listed
+from data_prep.sources.lookups import look_up
+from vitscale.config.errors import UserError
 
-IGNORED_NAMES = frozenset({"Thumbs.db", "desktop.ini", "__MACOSX"})
+_IGNORED = frozenset(map(os.fsencode, IGNORED_NAMES))
 
 
-@dataclass
 class ImageFolder:
     """Images in class folders.
 
     Args:
-        root: The folder that holds the class folders.
+        uri: The folder that holds the class folders.
+        options: Nothing in them concerns this source.
     """
 
-    root: str
-    kind: str = field(default="imagefolder", init=False)
+    kind = "imagefolder"
 
-    def listing(self) -> Listing:
-        """List all inputs, in the order of the bytes of their names.
+    def __init__(self, uri: str, options: SourceOptions) -> None:
+        self._root = uri
+        self._classes: tuple[str, ...] = ()
+
+    def entries(self) -> Iterator[Entry]:
+        """List all inputs, class by class; the entries of some classes are held together.
 
         Raises:
-            UserError: No folder, no classes, no files, or class names that differ in case alone.
+            UserError: No folder, no classes, no files, or a folder that cannot be listed.
         """
-        root = os.fsencode(self.root)
-        try:
-            entries = sorted(os.scandir(root), key=lambda entry: entry.name)
-        except OSError as error:
-            raise UserError(f"imagefolder: cannot list {self.root!r}: {error.strerror}") from error
-        folders = [entry for entry in entries if not _ignored(entry.name) and entry.is_dir()]
+        root = os.fsencode(self._root)
+        found = (entry for entry in _scan(root) if not _is_ignored(entry.name))
+        folders = sorted((entry for entry in found if entry.is_dir()), key=lambda e: e.name)
         if not folders:
             raise UserError(
-                f"imagefolder: {printable(self.root)!r} has no sub-folders; it needs one for each "
-                "class, "
-                "with the images of the class in it"
+                f"imagefolder: {printable(self._root)!r} has no sub-folders; it needs one for each "
+                "class, with the images of the class in it"
             )
-        classes = [os.fsdecode(entry.name) for entry in folders]
-        _refuse_case_twins(classes)
-        listing = Listing(classes=[printable(name) for name in classes])
-        for label, entry in enumerate(folders):
-            seen = frozenset({_identity(os.stat(root)), _identity(entry.stat())})
-            rows = sorted(_walk(root, entry.name, seen), key=lambda row: row[0])
-            for name, num_bytes, problem in rows:
-                listing.add(os.fsdecode(name), num_bytes, label, problem)
-        if not listing.names:
+        self._classes = tuple(os.fsdecode(entry.name) for entry in folders)
+        above = _identity(os.stat(root))
+
+        def walk(task: tuple[int, os.DirEntry[bytes]]) -> list[Entry]:
+            label, folder = task
+            parents = frozenset({above, _identity(folder.stat())})
+            return list(_walk(root, folder.name, parents, (label,)))
+
+        is_empty = True
+        for entry in look_up(enumerate(folders), walk):
+            is_empty = False
+            yield entry
+        if is_empty:
             raise UserError(
-                f"imagefolder: {printable(self.root)!r} has {len(classes)} class folders and no "
+                f"imagefolder: {printable(self._root)!r} has {len(folders)} class folders and no "
                 "files in them"
             )
-        return listing
 
-    def read(self, name: str, num_bytes: int) -> bytes:
-        """Read one input.
+    def columns(self) -> list[Column]:
+        """Give the class folders, also empty ones, in the order of the bytes of their names."""
+        return [Column("label", names=self._classes)]
 
-        Raises:
-            DataError: It is gone, or another size than when it was listed: the plan no longer
-                holds.
-            OSError: It cannot be read.
-        """
-        path = os.path.join(self.root, name)
-        try:
-            with open(path, "rb", buffering=0) as file:
-                data = file.readall()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise DataError(
-                f"input {printable(path)!r} was listed but is gone ({error.strerror}); "
-                "put it back and run the same command again"
-            ) from error
-        if len(data) != num_bytes:
-            raise DataError(
-                f"input {printable(path)!r} has {len(data)} bytes, it had {num_bytes} when it was "
-                "listed; "
-                "do not change inputs while they are packed"
-            )
-        return data
+    def read(self, entry: Entry) -> bytes:
+        """Read one input."""
+        return read_listed(os.path.join(self._root, entry.name), entry.num_bytes)
 
 
-def _ignored(name: bytes) -> bool:
-    return name.startswith(b".") or os.fsdecode(name) in IGNORED_NAMES
+def _is_ignored(name: bytes) -> bool:
+    return name.startswith(b".") or name in _IGNORED
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _refuse_case_twins(classes: list[str]) -> None:
-    folded: dict[str, str] = {}
-    for name in classes:
-        twin = folded.setdefault(name.casefold(), name)
-        if twin != name:
-            raise UserError(
-                f"imagefolder: class folders {printable(twin)!r} and {printable(name)!r} differ "
-                "in case alone; "
-                "rename or merge one: on many file systems they would be the same class"
-            )
+def _scan(folder: bytes) -> list[os.DirEntry[bytes]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError as error:
+        raise UserError(
+            f"imagefolder: cannot list {printable(os.fsdecode(folder))!r}: {error.strerror}"
+        ) from error
 
 
 def _walk(
-    root: bytes, folder: bytes, parents: frozenset[tuple[int, int]]
-) -> Iterator[tuple[bytes, int, str]]:
-    """Give (relative name, size in bytes, problem) of the files below a folder, links followed."""
-    with os.scandir(os.path.join(root, folder)) as entries:
-        for entry in entries:
-            if _ignored(entry.name):
-                continue
-            name = os.path.join(folder, entry.name)
-            try:
-                status = entry.stat()
-            except OSError as error:
-                yield name, 0, f"unreadable: {error.strerror} (dangling or looping link)"
-                continue
-            if not stat.S_ISDIR(status.st_mode):
-                problem = "" if stat.S_ISREG(status.st_mode) else "unreadable: not a regular file"
-                yield name, status.st_size if not problem else 0, problem
-            elif _identity(status) in parents:
-                yield name, 0, "loop: the link leads back to a folder above it"
-            else:
-                yield from _walk(root, name, parents | {_identity(status)})
+    root: bytes, folder: bytes, parents: frozenset[tuple[int, int]], labels: tuple[int, ...]
+) -> Iterator[Entry]:
+    """Give the files below a folder, links followed; names are relative to the root."""
+    for entry in _scan(os.path.join(root, folder)):
+        if _is_ignored(entry.name):
+            continue
+        path = folder + b"/" + entry.name
+        name = os.fsdecode(path)
+        try:
+            status = entry.stat()
+        except OSError as error:
+            problem = f"unreadable: {error.strerror} (dangling or looping link)"
+            yield Entry(name, 0, labels, problem)
+            continue
+        if stat.S_ISREG(status.st_mode):
+            yield Entry(name, status.st_size, labels)
+        elif not stat.S_ISDIR(status.st_mode):
+            yield Entry(name, 0, labels, "unreadable: not a regular file")
+        elif _identity(status) in parents:
+            yield Entry(name, 0, labels, "loop: the link leads back to a folder above it")
+        else:
+            yield from _walk(root, path, parents | {_identity(status)}, labels)

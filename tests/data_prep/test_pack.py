@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import xxhash
 
 from data_prep.pack import main
 from tests.helpers.corpus import crop, encoded, make_folder, object_hashes
@@ -77,7 +78,7 @@ def test_pack_layout_is_complete(packed):
     )
     assert manifest["num_samples"] == 2000
     assert manifest["num_failed"] == 0
-    assert json.loads((packed / "labels.json").read_text())["names"] == ["Cow", "ant", "bee", "dog"]
+    assert open_dataset(packed).class_names == ["Cow", "ant", "bee", "dog"]
 
 
 def test_pack_two_processes_give_same_bytes(corpus, packed, tmp_path):
@@ -186,7 +187,7 @@ for sample in webdataset.WebDataset(sys.argv[1:], shardshuffle=False, empty_chec
 
 
 def test_pack_stock_webdataset_reads_every_sample(corpus, packed):
-    names = json.loads((packed / "labels.json").read_text())["names"]
+    names = open_dataset(packed).class_names
     rows = {row["key"]: row for row in ledger_rows(packed)}
     shards = [str(path) for path in sorted(packed.glob("shard-*.tar"))]
 
@@ -334,12 +335,14 @@ def test_pack_retry_failed_does_only_those_shards_again(spoilt, tmp_path, capsys
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--format", "arrow"], "only tar is written so far"),
+        (["--threads", "-1"], "--threads -1: at least 0"),
+        (["--max-aspect", "0.5"], "max_aspect 0.5: write at least 1"),
+        (["--label-map", "/nonexistent"], "--label-map /nonexistent: cannot be read"),
         (["--workers", "0"], "at least 1"),
         (["--quality", "101"], "1 to 100"),
         (["--split", "a/b"], "letters, digits"),
         (["--source", "imagefolder:/nonexistent"], "cannot list '/nonexistent'"),
-        (["--source", "tars:/x"], "write KIND:URI with KIND one of imagefolder, idx, digits"),
+        (["--source", "tars:/x"], "write KIND:URI with KIND one of imagefolder, list, tar"),
         (["--source", "imagefolder:"], "nothing after the colon"),
         (["--out", "gs://bucket/x"], "scheme 'gs' is not known"),
     ],
@@ -401,7 +404,40 @@ def test_pack_resize_stores_smaller_images(tmp_path):
     assert sorted(index.widths.tolist()) == [20, 32]
     assert little in [sample.image for sample in dataset]
     assert large not in [sample.image for sample in dataset]
-    assert dataset.manifest.image == {"policy": "resize", "side": 32, "quality": 90}
+    image = dataset.manifest.image
+    assert (image["policy"], image["side"], image["quality"]) == ("resize", 32, 90)
+
+
+def test_pack_label_map_of_a_dataset_fixes_the_labels_of_another(tmp_path):
+    train = make_folder(tmp_path / "train", {"ant": 1, "bee": 1, "cow": 1, "dog": 1})
+    val = make_folder(tmp_path / "val", {"ant": 2, "dog": 2, "elk": 1})
+    assert main(pack_args(train, tmp_path / "train-out", "--workers", "1")) == 0
+
+    args = pack_args(val, tmp_path / "val-out", "--workers", "1")
+    assert main([*args, "--label-map", str(tmp_path / "train-out")]) == 0
+
+    dataset = open_dataset(tmp_path / "val-out")
+    assert dataset.class_names == ["ant", "bee", "cow", "dog"]
+    assert sorted(sample.label for sample in dataset) == [0, 0, 3, 3]
+    (failed,) = (row for row in ledger_rows(tmp_path / "val-out") if row["status"] == "failed")
+    assert failed["source"].startswith("imagefolder:elk/")
+    assert failed["reason"].startswith("bad_label: ")
+
+
+def test_pack_ledger_tells_what_an_input_was(tmp_path):
+    (tmp_path / "in" / "a").mkdir(parents=True)
+    data = encoded(crop(0, 300))
+    (tmp_path / "in" / "a" / "x.png").write_bytes(data)
+
+    args = pack_args(tmp_path / "in", tmp_path / "out", "--workers", "1")
+    assert main([*args, "--image", "resize", "--side", "32"]) == 0
+
+    (row,) = ledger_rows(tmp_path / "out")
+    assert (row["input_format"], row["input_width"], row["input_height"]) == ("jpg", 300, 300)
+    assert row["input_bytes"] == len(data)
+    assert row["input_xxh3_64"] == xxhash.xxh3_64_intdigest(data)
+    assert (row["width"], row["height"], row["reason"]) == (32, 32, "resized")
+    assert row["num_bytes"] < len(data)
 
 
 def test_pack_several_sources_join_their_classes(tmp_path):

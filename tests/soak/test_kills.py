@@ -11,12 +11,20 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.corpus import make_folder, object_hashes
+from tests.helpers.pack_kills import (
+    make_large_images,
+    object_hashes_at,
+    pack_command,
+    pack_with_kills,
+)
 from tests.helpers.runs import CHECKOUT, Commands, environment, exact, step_rows
+from tests.helpers.s3 import open_uploads
 from vitscale.models.weights import read_safetensors
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3 * 3600)]
 
 PACK_KILLS = 200
+S3_KILLS = 100
 TRAIN_KILLS = 60
 
 
@@ -56,6 +64,32 @@ def test_pack_survives_kills(tmp_path: Path, launcher: list[str]):
                 process.wait()
                 kills += 1
         assert object_hashes(out) == wanted, f"round {round}, {kills} kills"
+
+
+@pytest.mark.parametrize("ranks", [0, 3], ids=["processes", "mpi"])
+def test_pack_to_s3_survives_kills(tmp_path: Path, s3_server, s3_uri: str, ranks: int):
+    source = make_large_images(tmp_path / "in", 60, 3_500_000)
+    rng = random.Random(ranks)
+    began = time.monotonic()
+    words = ["--shard-bytes", "70MB"]
+    subprocess.run(pack_command(source, f"{s3_uri}/whole", ranks, *words), cwd=CHECKOUT, check=True)
+    whole_s = time.monotonic() - began
+    wanted = object_hashes_at(f"{s3_uri}/whole")
+
+    kills = round = uploads = 0
+
+    def count_uploads() -> None:
+        nonlocal uploads
+        uploads += len(open_uploads(s3_server))
+
+    while kills < S3_KILLS:
+        round += 1
+        out = f"{s3_uri}/{round}"
+        command = pack_command(source, out, ranks, *words)
+        kills += pack_with_kills(command, rng, whole_s, S3_KILLS - kills, count_uploads)
+        assert object_hashes_at(out) == wanted, f"round {round}, {kills} kills"
+        assert open_uploads(s3_server) == []
+    assert uploads > 0, "no kill hit an upload: the test shows less than it should"
 
 
 def test_training_survives_kills(commands: Commands, tiny_recipe: str):

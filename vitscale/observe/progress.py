@@ -13,7 +13,7 @@ class Progress:
     """Counts finished units and shows rate and time left.
 
     Args:
-        total: Units in all.
+        total: Units in all; None when nobody knows yet.
         unit: What is counted, in the plural.
         label: First word of the line.
         stream: Where to write.
@@ -22,7 +22,7 @@ class Progress:
 
     def __init__(
         self,
-        total: int,
+        total: int | None,
         unit: str,
         label: str,
         *,
@@ -38,6 +38,8 @@ class Progress:
         if show and self._stream.isatty():
             from tqdm import tqdm
 
+            # No thread of its own: processes are forked while bars are open.
+            tqdm.monitor_interval = 0
             self._bar = tqdm(total=total, unit=f" {unit}", desc=label, file=self._stream)
 
     def update(self, count: int = 1, **info: object) -> None:
@@ -56,8 +58,10 @@ class Progress:
 
     def _line(self, now: float, info: dict[str, object]) -> str:
         rate = self._done / max(now - self._start, 1e-9)
-        left = (self._total - self._done) / rate if rate else 0.0
         fields = "".join(f" {key}={value}" for key, value in info.items())
+        if self._total is None:
+            return f"{self._label} {self._done} {self._unit} rate={rate:.3g}/s{fields}"
+        left = (self._total - self._done) / rate if rate else 0.0
         return (
             f"{self._label} {self._done}/{self._total} {self._unit} "
             f"rate={rate:.3g}/s eta={clock(left)}{fields}"
