@@ -20,6 +20,7 @@ from data_prep.plan import Plan, changed_plan_message, make_plan
 from data_prep.writer import Done, ShardWork, commit_name, is_done, load_commit
 from vitscale.config.errors import EXIT_DONE, DataError, UserError
 from vitscale.data.label_columns import LABELS_NAME
+from vitscale.data.lease import Lease
 from vitscale.data.manifest import (
     MANIFEST_NAME,
     MANIFEST_VERSION,
@@ -77,7 +78,6 @@ def pack(crew: Crew, work: ShardWork, max_bad: Limit, *, retry_failed: bool, dry
         _say("dry run: nothing was written")
         return EXIT_DONE
     storage = work.storage()
-    storage.sweep_temps()
     if _is_complete(storage, plan):
         if retry_failed:
             raise UserError(
@@ -88,14 +88,19 @@ def pack(crew: Crew, work: ShardWork, max_bad: Limit, *, retry_failed: bool, dry
             f"already complete: {storage.uri} num_inputs={plan.num_inputs} "
             f"num_shards={plan.num_shards}"
         )
+        storage.sweep_temps()
         return EXIT_DONE
-    _claim(storage, plan)
-    records = _finished(storage, plan, retry_failed)
-    kept = len(records)
-    if kept:
-        _say(f"resuming: {kept} of {plan.num_shards} shards are done")
-    _work(crew, work, plan, records, max_bad)
-    _finish(storage, plan, [records[number] for number in range(plan.num_shards)])
+    with Lease(storage, "vitscale pack") as lease:
+        storage.sweep_temps()
+        _claim(storage, plan)
+        records = _finished(storage, plan, retry_failed)
+        kept = len(records)
+        if kept:
+            _say(f"resuming: {kept} of {plan.num_shards} shards are done")
+        _work(crew, work, plan, records, max_bad, lease)
+        ordered = [records[number] for number in range(plan.num_shards)]
+    # Behind the lease: what it leaves is no part of the dataset.
+    _finish(storage, plan, ordered)
     _summary(storage, plan, records, kept, time.monotonic() - start)
     return EXIT_DONE
 
@@ -224,7 +229,12 @@ class _Tally:
 
 
 def _work(
-    crew: Crew, work: ShardWork, plan: Plan, records: dict[int, dict[str, Any]], max_bad: Limit
+    crew: Crew,
+    work: ShardWork,
+    plan: Plan,
+    records: dict[int, dict[str, Any]],
+    max_bad: Limit,
+    lease: Lease,
 ) -> None:
     """Do what is missing; add its records to those that are there."""
     tally = _Tally(plan, records, max_bad)
@@ -234,9 +244,13 @@ def _work(
     total = int(sum(plan.bounds[number + 1] - plan.bounds[number] for number in missing))
     if isinstance(crew, LocalCrew):
         work.warm_up()
+    # In this order: processes are forked by map, and must be before there is a thread.
+    results = crew.map(work, (plan.task(number) for number in missing))
+    lease.start()
     progress = Progress(total, "inputs", "pack")
     try:
-        for done in crew.map(work, (plan.task(number) for number in missing)):
+        for done in results:
+            lease.check()
             tally.add(done)
             progress.update(
                 done.record["num_inputs"],

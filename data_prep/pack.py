@@ -71,6 +71,7 @@ def make_work(args: argparse.Namespace) -> ShardWork:
     excluded = None
     if args.exclude:
         from vitscale.data.exclusion import load_exclusions
+
         excluded = load_exclusions(args.exclude)
     settings = Settings(
         split=args.split,

@@ -5,4 +5,9 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["DS_ACCELERATOR"] = "cpu"
 
-pytest_plugins = ["tests.helpers.s3", "tests.helpers.runs", "tests.helpers.slurm"]
+pytest_plugins = [
+    "tests.helpers.s3",
+    "tests.helpers.ceph",
+    "tests.helpers.runs",
+    "tests.helpers.slurm",
+]

@@ -38,8 +38,8 @@ LAYERS = {
 # Module -> where it may be imported at the top of a file, and where only inside functions.
 HOME = {
     "deepspeed": (["vitscale/training/engine.py"], []),
-    "boto3": ([], ["vitscale/data/storage.py"]),
-    "botocore": ([], ["vitscale/data/storage.py"]),
+    "boto3": ([], ["vitscale/data/s3_storage.py"]),
+    "botocore": ([], ["vitscale/data/s3_storage.py"]),
     "webdataset": ([], ["data_prep/sources/*"]),
     "mpi4py": ([], ["data_prep/comm.py"]),
     "pyarrow": (["vitscale/data/*", "data_prep/*"], []),
@@ -48,7 +48,7 @@ HOME = {
         [],
     ),
     "simplejpeg": (["data_prep/image_pixels.py"], []),
-    "urllib3": ([], ["data_prep/sources/http_files.py", "vitscale/data/storage.py"]),
+    "urllib3": ([], ["data_prep/sources/http_files.py", "vitscale/data/s3_storage.py"]),
     "scipy": ([], ["data_prep/sources/*"]),
     "cv2": ([], ["data_prep/image_pixels.py"]),
     "torchvision": (["vitscale/data/augment.py"], []),
@@ -69,11 +69,19 @@ WITHOUT_TORCH = [
     "vitscale/models/cost.py",
     *(
         f"vitscale/data/{name}.py"
-        for name in ("__init__", "storage", "file_storage", "manifest", "dataset", "pixels")
+        for name in (
+            "__init__",
+            "storage",
+            "s3_storage",
+            "file_storage",
+            "manifest",
+            "dataset",
+            "pixels",
+        )
     ),
     *(
         f"vitscale/data/{name}.py"
-        for name in ("shard_file", "tar_shard", "arrow_shard", "label_columns")
+        for name in ("shard_file", "tar_shard", "arrow_shard", "label_columns", "lease")
     ),
     *(f"vitscale/data/{name}.py" for name in ("order", "permute", "windows", "cache", "audit")),
     *(f"vitscale/observe/{name}.py" for name in ("log", "progress", "metrics", "report")),
@@ -320,7 +328,7 @@ def test_text_files_are_plain_and_name_no_machine():
         (layers, "data_prep/x.py", "import launchers.export"),
         (layers, "vitscale/evaluation/x.py", "if TYPE_CHECKING:\n    import vitscale.training"),
         (third_parties, "vitscale/training/loop.py", "import deepspeed"),
-        (third_parties, "vitscale/data/storage.py", "import boto3"),
+        (third_parties, "vitscale/data/s3_storage.py", "import boto3"),
         (third_parties, "vitscale/data/cache.py", "def f():\n    from botocore import config"),
         (third_parties, "vitscale/data/tar_shard.py", "from webdataset.writer import TarWriter"),
         (third_parties, "data_prep/comm.py", "try:\n    import mpi4py\nexcept OSError: ..."),
@@ -362,7 +370,7 @@ def test_every_rule_can_fail(rule, path, source):
     [
         (layers, "vitscale/cli.py", "import launchers.pretrain"),
         (layers, "vitscale/training/x.py", "import vitscale.models.vit, vitscale.data.order"),
-        (third_parties, "vitscale/data/storage.py", "def f():\n    import boto3"),
+        (third_parties, "vitscale/data/s3_storage.py", "def f():\n    import boto3"),
         (third_parties, "vitscale/data/x.py", "import pyarrow as pa"),
         (torch_free, "vitscale/distributed.py", "if TYPE_CHECKING:\n    import torch"),
         (torch_free, "launchers/x.py", "def f():\n    import torch"),

@@ -7,12 +7,16 @@ import pytest
 from vitscale.config.errors import UserError
 from vitscale.data.storage import FileStorage, S3Storage, StorageError, open_storage
 
+S3 = pytest.mark.s3
 
-@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.s3)])
+
+@pytest.fixture(
+    params=["file", pytest.param("s3_uri", marks=S3), pytest.param("ceph_uri", marks=S3)]
+)
 def storage(request, tmp_path):
     if request.param == "file":
         return open_storage(tmp_path / "store")
-    return open_storage(request.getfixturevalue("s3_uri"))
+    return open_storage(request.getfixturevalue(request.param))
 
 
 def test_storage_gives_back_what_was_put(storage):
@@ -179,9 +183,10 @@ def test_s3_storage_works_in_a_forked_child(s3_uri):
 
 
 @pytest.mark.s3
-def test_s3_storage_uploads_in_parts_and_sweeps_unfinished_ones(s3_uri, s3_server):
-    storage = open_storage(s3_uri)
-    client = s3_server.client()
+@pytest.mark.parametrize("make", ["s3", "ceph"])
+def test_s3_storage_uploads_in_parts_and_sweeps_unfinished_ones(request, make):
+    storage = open_storage(request.getfixturevalue(f"{make}_uri"))
+    client = request.getfixturevalue(f"{make}_server").client()
     elsewhere = f"{storage.prefix.partition('/')[0]}/elsewhere"
     client.create_multipart_upload(Bucket=storage.bucket, Key=storage.prefix + "shard-000000.tar")
     client.create_multipart_upload(Bucket=storage.bucket, Key=elsewhere)
@@ -197,7 +202,8 @@ def test_s3_storage_uploads_in_parts_and_sweeps_unfinished_ones(s3_uri, s3_serve
         '-5"'
     )
     assert storage.read_bytes("large") == data
-    uploads = client.list_multipart_uploads(Bucket=storage.bucket)["Uploads"]
+    root = elsewhere.partition("/")[0]
+    uploads = client.list_multipart_uploads(Bucket=storage.bucket, Prefix=root)["Uploads"]
     assert [upload["Key"] for upload in uploads] == [elsewhere]
 
 

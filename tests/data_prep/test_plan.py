@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -258,7 +259,7 @@ def test_make_plan_keeps_blocks_together():
     plan = make_plan([Blocks(ROWS)], settings())
 
     blocks = [int(name.partition("/")[2].removesuffix(".jpg")) // 50 for name in names(plan)]
-    runs = 1 + sum(a != b for a, b in zip(blocks, blocks[1:], strict=False))
+    runs = 1 + sum(a != b for a, b in pairwise(blocks))
     assert runs == 10
     assert blocks != sorted(blocks)
 

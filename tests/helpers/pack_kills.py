@@ -35,7 +35,8 @@ def object_hashes_at(uri: str) -> dict[str, str]:
 
 def pack_command(source: Path, out: str, ranks: int, *more: str) -> list[str]:
     words = ["--source", f"imagefolder:{source}", "--out", out, *more]
-    launcher = ["mpiexec", "-n", str(ranks)] if ranks else []
+    mpiexec = str(Path(sys.executable).with_name("mpiexec"))
+    launcher = [mpiexec, "-n", str(ranks)] if ranks else []
     return [*launcher, sys.executable, "-m", "data_prep.pack", *words]
 
 
@@ -61,7 +62,7 @@ def pack_with_kills(
             stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         try:
-            wait_s = rng.uniform(0.2, 1.0) * whole_s if done < kills else 300
+            wait_s = rng.uniform(0.3, 0.8) * whole_s if done < kills else 300
             _, text = process.communicate(timeout=wait_s)
             if process.returncode == 0:
                 return done

@@ -41,6 +41,13 @@ class S3Server:
         )
 
 
+def open_uploads(server: S3Server, prefix: str = "") -> list[str]:
+    """Give the keys of multipart uploads that were begun and neither finished nor aborted."""
+    pages = server.client().get_paginator("list_multipart_uploads")
+    found = pages.paginate(Bucket=server.bucket, Prefix=prefix)
+    return [upload["Key"] for page in found for upload in page.get("Uploads", [])]
+
+
 def _free_port() -> int:
     # The server also takes the ports + 1000, + 1100, + 1200, and each of them + 10000.
     for port in range(20000 + os.getpid() % 10000, 40000, 7):

@@ -1,0 +1,176 @@
+"""A proxy before a real S3 server that does to requests what networks and busy stores do."""
+
+import random
+import socket
+import socketserver
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+ERROR = "<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>"
+FAULTS = ("busy", "reset_request", "reset_answer", "short_answer", "lost_answer", "expired")
+
+
+@dataclass
+class FaultProxy:
+    """Passes requests on, or spoils them.
+
+    Args:
+        upstream: Host and port of the server.
+        choose: Method and target of a request -> name of a fault, "stall:SECONDS", or "".
+    """
+
+    upstream: tuple[str, int]
+    choose: Callable[[str, str], str]
+    counts: Counter[str] = field(default_factory=Counter)
+    endpoint: str = ""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def fault(self, method: str, target: str) -> str:
+        with self._lock:
+            fault = self.choose(method, target)
+            self.counts[fault.partition(":")[0]] += 1
+            return fault
+
+
+class _Handler(socketserver.BaseRequestHandler):
+    proxy: FaultProxy
+
+    def handle(self) -> None:
+        try:
+            self._one_request()
+        except OSError:
+            return
+
+    def _one_request(self) -> None:
+        head, rest = _read_head(self.request)
+        if not head:
+            return
+        lines = head.decode("latin-1").split("\r\n")
+        method, target, _ = lines[0].split(" ", 2)
+        fields = {
+            name.lower(): value.strip()
+            for name, _, value in (line.partition(":") for line in lines[1:])
+        }
+        if "100-continue" in fields.get("expect", "").lower():
+            self.request.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        fault = self.proxy.fault(method, target)
+        wanted = int(fields.get("content-length", 0))
+        if fault == "reset_request":
+            _read(self.request, rest, wanted // 2)
+            return self._reset()
+        body = _read(self.request, rest, wanted)
+        if fault == "busy":
+            return self._answer(503, "SlowDown")
+        if fault == "expired":
+            return self._answer(400, "ExpiredToken")
+        if fault.startswith("stall:"):
+            time.sleep(float(fault.partition(":")[2]))
+        answer = self._ask(lines, body)
+        if fault == "lost_answer":
+            return self._reset()
+        head_bytes = answer.index(b"\r\n\r\n") + 4
+        if fault in ("reset_answer", "short_answer"):
+            self.request.sendall(answer[: head_bytes + (len(answer) - head_bytes) // 2])
+            return self._reset() if fault == "reset_answer" else None
+        self.request.sendall(answer)
+
+    def _ask(self, lines: list[str], body: bytes) -> bytes:
+        kept = [n for n in lines if not n.lower().startswith(("expect:", "connection:")) and n]
+        head = "\r\n".join([*kept, "Connection: close", "", ""]).encode("latin-1")
+        with socket.create_connection(self.proxy.upstream) as server:
+            server.sendall(head + body)
+            parts = []
+            while part := server.recv(1 << 16):
+                parts.append(part)
+        return b"".join(parts)
+
+    def _answer(self, status: int, code: str) -> None:
+        text = ERROR.format(code=code).encode()
+        head = f"HTTP/1.1 {status} x\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n"
+        self.request.sendall(head.encode() + text)
+
+    def _reset(self) -> None:
+        self.request.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.request.close()
+
+
+def _read_head(client: socket.socket) -> tuple[bytes, bytes]:
+    data = b""
+    while b"\r\n\r\n" not in data:
+        part = client.recv(1 << 16)
+        if not part:
+            return b"", b""
+        data += part
+    head, _, rest = data.partition(b"\r\n\r\n")
+    return head, rest
+
+
+def _read(client: socket.socket, begun: bytes, wanted: int) -> bytes:
+    parts, size = [begun], len(begun)
+    while size < wanted:
+        part = client.recv(1 << 16)
+        if not part:
+            break
+        parts.append(part)
+        size += len(part)
+    return b"".join(parts)
+
+
+@contextmanager
+def fault_proxy(endpoint: str, choose: Callable[[str, str], str]) -> Iterator[FaultProxy]:
+    """Run a proxy before the server at `endpoint`."""
+    parts = urlsplit(endpoint)
+    assert parts.hostname
+    assert parts.port
+    proxy = FaultProxy((parts.hostname, parts.port), choose)
+    handler = type("Handler", (_Handler,), {"proxy": proxy})
+
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+        allow_reuse_address = True
+        request_queue_size = 64
+
+    with Server(("127.0.0.1", 0), handler) as server:
+        proxy.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        yield proxy
+        server.shutdown()
+        thread.join()
+
+
+def first(count: int, fault: str) -> Callable[[str, str], str]:
+    """Spoil the first requests."""
+    left = [count]
+
+    def choose(method: str, target: str) -> str:
+        left[0] -= 1
+        return fault if left[0] >= 0 else ""
+
+    return choose
+
+
+def sometimes(
+    seed: int, share: float, faults: tuple[str, ...] = FAULTS
+) -> Callable[[str, str], str]:
+    """Spoil a share of the requests, in bursts of one to three; credentials expire once."""
+    rng = random.Random(seed)
+    burst: list[str] = []
+    expired = [False]
+
+    def choose(method: str, target: str) -> str:
+        if not burst and rng.random() < share:
+            fault = rng.choice(faults)
+            if fault == "expired" and expired[0]:
+                return ""
+            expired[0] = expired[0] or fault == "expired"
+            burst.extend([fault] * (1 if fault == "expired" else rng.randint(1, 3)))
+        return burst.pop() if burst else ""
+
+    return choose
