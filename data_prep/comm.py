@@ -40,6 +40,9 @@ class Crew(Protocol):
     # how many work at the same time
     size: int
 
+    def share(self, work: Work) -> None:
+        """Give everybody other work than what the job was started with, for the next `map`."""
+
     def map(self, work: Work, tasks: Iterable[Any]) -> Iterator[Any]:
         """Run `work` on every task; give the results as they come."""
 
@@ -95,6 +98,9 @@ class LocalCrew:
 
     def __init__(self, workers: int) -> None:
         self.size = workers
+
+    def share(self, work: Work) -> None:
+        """Do nothing: `map` hands its work to the children."""
 
     def map(self, work: Work, tasks: Iterable[Any]) -> Iterator[Any]:
         """Fork the children, if any, then run `work` on every task; results as they come."""
@@ -184,6 +190,11 @@ class MpiCrew:
             print(f"error: {error}", file=sys.stderr, flush=True)
             return error.exit_code
 
+    def share(self, work: Work) -> None:
+        """Send the work to all ranks."""
+        for rank in range(1, self.size + 1):
+            self._comm.send(("work", work), dest=rank)
+
     def map(self, work: Work, tasks: Iterable[Any]) -> Iterator[Any]:
         """Send every task to a free rank; give the results as they come."""
         queue = iter(tasks)
@@ -196,7 +207,7 @@ class MpiCrew:
                 except StopIteration:
                     exhausted = True
                     break
-                self._comm.send((True, task), dest=free.pop())
+                self._comm.send(("task", task), dest=free.pop())
                 self._busy += 1
             if not self._busy:
                 return
@@ -207,14 +218,17 @@ class MpiCrew:
 
     def _serve(self, work: Work) -> int:
         while True:
-            _, (more, task) = self._receive(0)
-            if not more:
-                return int(task)
-            self._comm.send(work(task), dest=0)
+            _, (kind, content) = self._receive(0)
+            if kind == "end":
+                return int(content)
+            if kind == "work":
+                work = content
+            else:
+                self._comm.send(work(content), dest=0)
 
     def _dismiss(self, code: int) -> None:
         for rank in range(1, self.size + 1):
-            self._comm.send((False, code), dest=rank)
+            self._comm.send(("end", code), dest=rank)
 
     def _receive(self, source: int) -> tuple[int, Any]:
         status = self._mpi.Status()

@@ -22,6 +22,7 @@ from data_prep.plan import Settings
 from data_prep.sources.build import SourceOptions
 from data_prep.writer import ShardWork
 from vitscale.config.errors import UserError, exit_code_of
+from vitscale.data.exclusion import load_exclusions
 
 # Threads that hide the time a remote store takes to answer, in each process.
 REMOTE_THREADS = 8
@@ -68,11 +69,7 @@ def make_work(args: argparse.Namespace) -> ShardWork:
     Raises:
         UserError: The label map or the list of excluded images cannot be read.
     """
-    excluded = None
-    if args.exclude:
-        from vitscale.data.exclusion import load_exclusions
-
-        excluded = load_exclusions(args.exclude)
+    excluded = load_exclusions(args.exclude) if args.exclude else None
     settings = Settings(
         split=args.split,
         seed=args.seed,

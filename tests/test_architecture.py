@@ -51,6 +51,7 @@ HOME = {
     "urllib3": ([], ["data_prep/sources/http_files.py", "vitscale/data/s3_storage.py"]),
     "scipy": ([], ["data_prep/sources/*"]),
     "cv2": ([], ["data_prep/image_pixels.py"]),
+    "imagehash": ([], ["data_prep/fingerprint.py"]),
     "torchvision": (["vitscale/data/augment.py"], []),
     "sklearn": ([], ["data_prep/sources/*"]),
     "matplotlib": ([], ["vitscale/observe/report.py"]),
@@ -81,7 +82,14 @@ WITHOUT_TORCH = [
     ),
     *(
         f"vitscale/data/{name}.py"
-        for name in ("shard_file", "tar_shard", "arrow_shard", "label_columns", "lease")
+        for name in (
+            "shard_file",
+            "tar_shard",
+            "arrow_shard",
+            "label_columns",
+            "lease",
+            "exclusion",
+        )
     ),
     *(f"vitscale/data/{name}.py" for name in ("order", "permute", "windows", "cache", "audit")),
     *(f"vitscale/observe/{name}.py" for name in ("log", "progress", "metrics", "report")),

@@ -9,6 +9,7 @@ import vitscale
 VERBS = {
     "pack": ("data_prep.pack", "turn labelled images into a sharded dataset (also under mpiexec)"),
     "verify": ("data_prep.verify", "check a packed dataset: sizes, hashes, pictures"),
+    "dedup": ("data_prep.dedup", "list training pictures that are copies of others"),
     "show": ("data_prep.show", "say what a packed dataset holds, or print samples of it"),
     "pretrain": ("launchers.pretrain", "train a model from a recipe"),
     "finetune": ("launchers.finetune", "go on from trained weights: new head, new image size"),
