@@ -267,6 +267,12 @@ def _examples(records: dict[int, dict[str, Any]]) -> str:
     return "".join(f"\n  {text}" for text in texts[:5])
 
 
+def shards_bytes(records: list[dict[str, Any]]) -> bytes:
+    """Write shards.parquet from the commit records of the shards that hold samples."""
+    fields = {name: [record[name] for record in records] for name in SHARDS_SCHEMA.names[1:]}
+    return parquet_bytes(pa.table({"shard_id": list(range(len(records))), **fields}, SHARDS_SCHEMA))
+
+
 def _finish(storage: Storage, plan: Plan, records: list[dict[str, Any]]) -> None:
     """Write tables and, last, the manifest."""
     filled = [record for record in records if record["num_samples"]]
@@ -275,17 +281,7 @@ def _finish(storage: Storage, plan: Plan, records: list[dict[str, Any]]) -> None
         raise DataError(
             f"none of {plan.num_inputs} inputs could be packed; for example:{_examples(numbered)}"
         )
-    shards = parquet_bytes(
-        pa.table(
-            {
-                "shard_id": list(range(len(filled))),
-                **{
-                    field: [record[field] for record in filled] for field in SHARDS_SCHEMA.names[1:]
-                },
-            },
-            SHARDS_SCHEMA,
-        )
-    )
+    shards = shards_bytes(filled)
     manifest = {
         "version": MANIFEST_VERSION,
         "format": plan.record["settings"]["format"],

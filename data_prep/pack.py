@@ -17,9 +17,8 @@ import re
 from data_prep import comm, engine
 from data_prep.images import ImagePolicy
 from data_prep.label_map import load_label_map
-from data_prep.pack_arguments import make_parser
+from data_prep.pack_arguments import make_parser, source_options
 from data_prep.plan import Settings
-from data_prep.sources.build import SourceOptions
 from data_prep.writer import ShardWork
 from vitscale.config.errors import UserError, exit_code_of
 from vitscale.data.exclusion import load_exclusions
@@ -84,19 +83,9 @@ def make_work(args: argparse.Namespace) -> ShardWork:
         exclude_digest=excluded.digest if excluded else "",
         excluded=frozenset(excluded.xxh3_64.tolist()) if excluded else frozenset(),
     )
-    options = SourceOptions(
-        split=args.split,
-        label_rule=args.label_rule,
-        image_column=args.image_column,
-        label_columns=tuple(args.label_column),
-        label_separator=args.label_separator,
-        delimiter=args.delimiter,
-        image_root=args.image_root,
-        devkit=args.devkit,
-        real=args.real,
-    )
     remote = any("://" in spec or spec.startswith("list:") for spec in args.source)
     threads = args.threads or (REMOTE_THREADS if remote else 1)
+    options = source_options(args, args.split)
     return ShardWork(args.source, options, settings, args.out, threads)
 
 

@@ -6,6 +6,7 @@ import re
 
 from data_prep.engine import Limit
 from data_prep.images import ImagePolicy
+from data_prep.sources.build import SourceOptions
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 DESCRIPTION = """\
@@ -67,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--split", default="train", help="name of the split (default: train)")
     _add_layout(parser)
-    _add_labels(parser)
+    add_labels(parser)
     _add_images(parser)
     _add_work(parser)
     return parser
@@ -107,7 +108,8 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
     add("--exclude", metavar="FILE", help="leave out the images in this list of `vitscale dedup`")
 
 
-def _add_labels(parser: argparse.ArgumentParser) -> None:
+def add_labels(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say how sources are read."""
     add = parser.add_argument_group("labels").add_argument
     add(
         "--label-map",
@@ -237,6 +239,21 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
         help="write shards with failed inputs anew (before completion)",
     )
     add("--dry-run", action="store_true", help="list the inputs and show the plan, write nothing")
+
+
+def source_options(args: argparse.Namespace, split: str) -> SourceOptions:
+    """Give the options that the flags of `add_labels` say."""
+    return SourceOptions(
+        split=split,
+        label_rule=args.label_rule,
+        image_column=args.image_column,
+        label_columns=tuple(args.label_column),
+        label_separator=args.label_separator,
+        delimiter=args.delimiter,
+        image_root=args.image_root,
+        devkit=args.devkit,
+        real=args.real,
+    )
 
 
 def num_bytes(text: str) -> int:

@@ -12,21 +12,28 @@ if __package__ in (None, ""):  # started by path: python data_prep/verify.py
 import argparse
 import contextlib
 import hashlib
+import io
 import json
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+import pyarrow.parquet as pq
 import xxhash
 
 from data_prep import comm
 from data_prep.images import decode_fully
+from data_prep.pack_arguments import add_labels
+from data_prep.repair import make_work, read_plan, repair, restore_shard_table
 from data_prep.verdict import BadInputError
 from vitscale.config.errors import EXIT_DATA, EXIT_DONE, DataError, UserError, exit_code_of
+from vitscale.data.lease import Lease
 from vitscale.data.manifest import (
     MANIFEST_NAME,
+    SHARDS_NAME,
     Manifest,
     ShardIndex,
     index_name,
@@ -49,6 +56,8 @@ levels, each with all of the one before:
 examples:
   vitscale verify /packed/flowers/train
   vitscale verify s3://bucket/in21k/train --level decode --workers 16 --out report.json
+  mpiexec -n 32 vitscale verify s3://bucket/in21k/train
+  vitscale verify /packed/flowers/train --repair --source imagefolder:/data/flowers/train
 
 exit codes: 0 sound, 3 damaged, 2 no dataset there, 1 else.
 """
@@ -78,6 +87,10 @@ class ShardCheck:
     uri: str
     level: Level
     _opened: tuple[Storage, Manifest] | None = None
+
+    def forget(self) -> None:
+        """Read the dataset anew at the next look."""
+        self._opened = None
 
     def opened(self) -> tuple[Storage, Manifest]:
         """Give storage and manifest, read once."""
@@ -123,6 +136,7 @@ def verify(crew: comm.Crew, check: ShardCheck) -> list[Damage]:
     if check.level == "head":
         return damage
     missing = {item.shard for item in damage if item.reason == "is missing"}
+    crew.share(check)
     results = crew.map(check, range(manifest.num_shards))
     progress = Progress(manifest.num_shards, "shards", "verify")
     keys_sum64 = 0
@@ -160,14 +174,21 @@ def _check_head(storage: Storage, manifest: Manifest) -> list[Damage]:
                     name, None, None, f"has {sizes[name]} bytes, had {wanted} when it was packed"
                 )
             )
+    rows = 0
     for entry in manifest.ledger:
         if entry["name"] not in sizes:
             damage.append(Damage(entry["name"], None, None, "is missing"))
             continue
-        found = sha256_hex(storage.read_bytes(entry["name"]))
+        data = storage.read_bytes(entry["name"])
+        found = sha256_hex(data)
+        rows += pq.read_metadata(io.BytesIO(data)).num_rows if found == entry["sha256"] else 0
         if found != entry["sha256"]:
             reason = f"sha256 is {found}, was {entry['sha256']} when it was packed"
             damage.append(Damage(entry["name"], None, None, reason))
+    inputs = manifest.num_samples + manifest.num_failed + manifest.num_excluded
+    if rows != inputs and not damage:
+        reason = f"the ledger has {rows} rows, {inputs} inputs were packed, failed or excluded"
+        damage.append(Damage(MANIFEST_NAME, None, None, reason))
     return damage
 
 
@@ -259,6 +280,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--workers", type=int, default=cpus, help=f"local processes (default: {cpus}, the CPUs)"
     )
+    parser.add_argument(
+        "--repair",
+        action="store_true",
+        help="make what is damaged anew from --source, given as for `vitscale pack`",
+    )
+    parser.add_argument("--source", action="append", default=[], metavar="KIND:URI")
+    parser.add_argument("--exclude", metavar="FILE", help="the list that was given to pack")
+    add_labels(parser)
     args = parser.parse_args(argv)
     return exit_code_of(lambda: _run(args))
 
@@ -266,13 +295,39 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     if args.workers < 1:
         raise UserError(f"--workers {args.workers}: at least 1")
+    if args.repair and not args.source:
+        raise UserError("--repair needs the sources: --source KIND:URI as for `vitscale pack`")
     check = ShardCheck(args.uri, args.level)
-    return comm.run(
-        lambda crew: _report(args, check, verify(crew, check)), lambda: check, args.workers
-    )
+
+    def body(crew: comm.Crew) -> int:
+        start = time.monotonic()
+        if args.repair and restore_shard_table(open_storage(args.uri)):
+            print(f"repaired {SHARDS_NAME} from the commit records")
+        damage = verify(crew, check)
+        if args.repair and damage:
+            _repair(crew, args, check, damage)
+            check.forget()
+            damage = verify(crew, check)
+        return _report(args, check, damage, time.monotonic() - start)
+
+    return comm.run(body, lambda: check, args.workers)
 
 
-def _report(args: argparse.Namespace, check: ShardCheck, damage: list[Damage]) -> int:
+def _repair(
+    crew: comm.Crew, args: argparse.Namespace, check: ShardCheck, damage: list[Damage]
+) -> None:
+    storage, manifest = check.opened()
+    names = {item.shard for item in damage}
+    print(f"damaged: {', '.join(sorted(names)[:SHOWN_DAMAGE])}")
+    work = make_work(args, read_plan(storage))
+    with Lease(storage, "vitscale verify --repair"):
+        count = repair(crew, work, storage, manifest, names)
+    print(f"repaired {count} shards; checking again")
+
+
+def _report(
+    args: argparse.Namespace, check: ShardCheck, damage: list[Damage], seconds: float
+) -> int:
     for item in damage[:SHOWN_DAMAGE]:
         place = f" key={item.key} offset={item.offset}" if item.key is not None else ""
         print(f"damaged shard={item.shard}{place} reason={item.reason}")
@@ -285,6 +340,7 @@ def _report(args: argparse.Namespace, check: ShardCheck, damage: list[Damage]) -
             "num_shards": manifest.num_shards,
             "num_samples": manifest.num_samples,
             "num_bytes": manifest.num_bytes,
+            "seconds": round(seconds, 2),
         }
     if args.out:
         with open(args.out, "w", encoding="utf-8") as file:
