@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -19,7 +19,7 @@ from data_prep.comm import Crew, LocalCrew
 from data_prep.plan import Plan, changed_plan_message, make_plan
 from data_prep.writer import Done, ShardWork, commit_name, is_done, load_commit
 from vitscale.config.errors import EXIT_DONE, DataError, UserError
-from vitscale.data.label_columns import LABELS_NAME
+from vitscale.data.label_columns import LABELS_NAME, LabelColumn
 from vitscale.data.lease import Lease
 from vitscale.data.manifest import (
     MANIFEST_NAME,
@@ -100,7 +100,7 @@ def pack(crew: Crew, work: ShardWork, max_bad: Limit, *, retry_failed: bool, dry
         _work(crew, work, plan, records, max_bad, lease)
         ordered = [records[number] for number in range(plan.num_shards)]
     # Behind the lease: what it leaves is no part of the dataset.
-    _finish(storage, plan, ordered)
+    finish(storage, plan, ordered)
     _summary(storage, plan, records, kept, time.monotonic() - start)
     return EXIT_DONE
 
@@ -273,8 +273,35 @@ def shards_bytes(records: list[dict[str, Any]]) -> bytes:
     return parquet_bytes(pa.table({"shard_id": list(range(len(records))), **fields}, SHARDS_SCHEMA))
 
 
-def _finish(storage: Storage, plan: Plan, records: list[dict[str, Any]]) -> None:
-    """Write tables and, last, the manifest."""
+class Finishable(Protocol):
+    """What the manifest takes from a plan."""
+
+    columns: list[LabelColumn]
+    # "settings" has the format, the split and the treatment of images
+    record: dict[str, Any]
+    digest: str
+
+    @property
+    def num_inputs(self) -> int:
+        """Inputs, packed or not."""
+
+    @property
+    def labels(self) -> bytes:
+        """The content of labels.json."""
+
+
+def finish(storage: Storage, plan: Finishable, records: list[dict[str, Any]]) -> None:
+    """Write tables and, last, the manifest.
+
+    Args:
+        storage: The dataset.
+        plan: By which it was made.
+        records: Commit records of all shards.
+
+    Raises:
+        DataError: There is not a single sample.
+        UserError: Another dataset was finished there meanwhile.
+    """
     filled = [record for record in records if record["num_samples"]]
     if not filled:
         numbered = dict(enumerate(records))

@@ -143,7 +143,7 @@ def prepare_image(data: bytes, policy: ImagePolicy, check: Check) -> Prepared:
     Raises:
         BadInputError: It cannot be packed.
     """
-    header = _read(data, policy, check)
+    header = read_header(data, policy, check)
     changes = header.changes
     width, height = header.width, header.height
     if header.orientation >= 5:
@@ -176,12 +176,22 @@ def decode_fully(data: bytes) -> tuple[str, int, int]:
     Raises:
         BadInputError: It cannot be decoded.
     """
-    header = _read(data, ImagePolicy("keep", max_pixels=2 * MAX_PIXELS), "full")
+    header = read_header(data, ImagePolicy("keep", max_pixels=2 * MAX_PIXELS), "full")
     check_pixels(data, header)
     return header.image_format, header.width, header.height
 
 
-def _read(data: bytes, policy: ImagePolicy, check: Check) -> Header:
+def read_header(data: bytes, policy: ImagePolicy, check: Check) -> Header:
+    """Find out what an image is, and whether it is within the limits.
+
+    Args:
+        data: The input's bytes.
+        policy: Limits.
+        check: As for `prepare_image`; nothing is decoded.
+
+    Raises:
+        BadInputError: It cannot be packed.
+    """
     if len(data) > policy.max_bytes:
         raise BadInputError(f"too_large: {len(data)} bytes, the limit is {policy.max_bytes}")
     image_format = format_of(data)

@@ -6,7 +6,7 @@ and check sums, is gathered on the way.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -198,7 +198,7 @@ def _merge(
     for at, column in enumerate(columns[0]):
         given = label_map if at == 0 else None
         pairs = zip(columns, books, strict=True)
-        names = [_class_names(own[at], codes[at]) for own, codes in pairs]
+        names = [class_names(own[at], codes[at].of) for own, codes in pairs]
         if given is not None:
             classes = list(given)
         elif all(other == names[0] for other in names):
@@ -209,7 +209,7 @@ def _merge(
         index = {name: number for number, name in enumerate(classes)}
         for source, own in enumerate(columns):
             order = own[at].names or given
-            found = (_name_of(value, order) for value in books[source][at].of)
+            found = (name_of(value, order) for value in books[source][at].of)
             numbers = [-1 if name is None else index.get(name, -1) for name in found]
             maps[source].append(np.asarray(numbers, np.int32))
         merged.append(LabelColumn(column.name, column.multi, tuple(map(printable, classes))))
@@ -225,22 +225,30 @@ def _refuse_names(names: list[str]) -> None:
         raise UserError(f"label columns with the same name: {', '.join(names)}; rename one")
 
 
-def _class_names(column: Column, codes: _Codes) -> list[str]:
-    """Give the classes of one column of one source."""
+def class_names(column: Column, values: Collection[str | int]) -> list[str]:
+    """Give the classes of one column of one source.
+
+    Args:
+        column: The column.
+        values: All labels that occur in it.
+
+    Raises:
+        UserError: A number is too large to count classes.
+    """
     if column.names is not None:
         return list(column.names)
-    numbers = [value for value in codes.of if isinstance(value, int)]
-    if numbers and len(numbers) == len(codes.of):
+    numbers = [value for value in values if isinstance(value, int)]
+    if numbers and len(numbers) == len(values):
         if max(numbers) >= MAX_NUMBER:
             raise UserError(
                 f"label {max(numbers)} in column {column.name!r}: numbers count classes from 0, "
                 f"up to {MAX_NUMBER - 1}; for other numbers give the names with --label-map"
             )
         return [str(number) for number in range(max(numbers) + 1)]
-    return sorted({str(value) for value in codes.of}, key=os.fsencode)
+    return sorted({str(value) for value in values}, key=os.fsencode)
 
 
-def _name_of(value: str | int, order: Sequence[str] | None) -> str | None:
+def name_of(value: str | int, order: Sequence[str] | None) -> str | None:
     """Give the name behind a label: a number counts in the order, where there is one."""
     if isinstance(value, str):
         return value
