@@ -68,8 +68,9 @@ def _data_lines(config: RunConfig, manifest: Manifest | None) -> list[str]:
         usable = usable // batch * batch
     steps = duration.steps(num_samples=usable, global_batch=batch)
     epochs = steps * batch / max(usable, 1)
+    stored = f" of {manifest.view.stored.num_samples:,}" if manifest.view else ""
     return [
-        f"data: {manifest.num_samples:,} samples, {manifest.num_classes:,} classes, "
+        f"data: {manifest.num_samples:,}{stored} samples, {manifest.num_classes:,} classes, "
         f"{manifest.num_shards:,} shards; {steps:,} steps = {epochs:.2f} epochs",
         "",
     ]

@@ -19,6 +19,7 @@ examples:
   vitscale evaluate --checkpoint runs/quickstart-zero2 --data data/digits/test
   vitscale evaluate --checkpoint model.safetensors --data s3://bucket/imagenet/val --out r.json
   vitscale evaluate --checkpoint runs/quickstart-zero2 --data data/digits/test --ema
+  vitscale evaluate --checkpoint runs/b16 --data /packed/val --label-column cleaned
 
 The model and the way its input is made come with the weights. Accuracies are fractions of 1.
 """
@@ -37,6 +38,12 @@ def main(argv: list[str] | None = None) -> int:
         "--checkpoint", required=True, metavar="RUN|STEP_DIR|FILE", help="what is measured"
     )
     parser.add_argument("--data", required=True, metavar="URI", help="the packed dataset")
+    parser.add_argument(
+        "--label-column", metavar="NAME", help="stored or added label column; default: the first"
+    )
+    parser.add_argument(
+        "--exclude", metavar="FILE", help="leave out the samples of this list (vitscale dedup)"
+    )
     parser.add_argument("--ema", action="store_true", help="take the averaged weights")
     parser.add_argument(
         "--metrics", help="comma-separated names out of top1,top5,loss; all if absent"
@@ -81,6 +88,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     from vitscale.data.manifest import load_manifest
     from vitscale.data.normalise import Normalise
     from vitscale.data.storage import open_storage
+    from vitscale.data.view import check_trainable, view_of
     from vitscale.evaluation.classification import evaluate_classification
     from vitscale.models.build import create_model
     from vitscale.models.weights import load_weights, read_safetensors
@@ -92,7 +100,8 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     if metadata is None:
         raise UserError(f"{path} was not written by vitscale: it does not describe its model")
     storage = open_storage(options.data)
-    manifest = load_manifest(storage)
+    manifest = view_of(storage, load_manifest(storage), options.label_column, options.exclude)
+    check_trainable(options.data, manifest)
     model_config = ModelConfig.model_validate_json(json.dumps(metadata["model"]))
     if manifest.labels_sha256 != metadata["labels_sha256"]:
         text = f"{options.data} does not have the classes that the model was trained on"

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launchers.dry_run import describe
-from launchers.training_data import absence, datasets_of, ensure_data, fitted, manifest_or_none
+from launchers.training_data import (
+    absence,
+    datasets_of,
+    ensure_data,
+    fitted,
+    manifest_or_none,
+    train_view,
+)
 from vitscale.config.ds_json import Resolved, load_ds_json, resolve
 from vitscale.config.errors import EXIT_FAILED, UserError, VitscaleError, exit_code_of
 from vitscale.config.load import find_config, is_told, load_recipe
@@ -214,6 +221,7 @@ def _print_plan(resolved: Resolved, run_dir: Path, resume: str) -> None:
         manifest = manifest_or_none(resolved.config.data.train)
         notes = _missing_files(resolved.config, run_dir, resume)
         if manifest is not None:
+            manifest = train_view(resolved.config)
             resolved = fitted(resolved, manifest, say=True)
     except UserError:
         raise

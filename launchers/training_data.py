@@ -15,6 +15,7 @@ from vitscale.config.recipe import BuildSection, RunConfig
 from vitscale.data.manifest import MANIFEST_NAME, Manifest, load_class_names, load_manifest
 from vitscale.data.order import Order
 from vitscale.data.storage import Storage, open_storage
+from vitscale.data.view import check_trainable, view_of
 from vitscale.distributed import World
 from vitscale.training.guard import StopFlag
 from vitscale.training.rhythm import rhythm_of, schedule_of
@@ -53,8 +54,24 @@ def manifest_or_none(uri: str) -> Manifest | None:
     return None if storage.size(MANIFEST_NAME) is None else load_manifest(storage)
 
 
+def train_view(config: RunConfig) -> Manifest:
+    """Load what the recipe takes of the training set, which is there.
+
+    Raises:
+        UserError: The label column or the list of excluded samples does not fit it.
+    """
+    return _view(config.data.train, config.data.label_column, config.data.exclude)
+
+
+def _view(uri: str, label_column: str | None, exclude: str | None) -> Manifest:
+    storage = open_storage(uri)
+    manifest = view_of(storage, load_manifest(storage), label_column, exclude)
+    check_trainable(uri, manifest)
+    return manifest
+
+
 def ensure_data(config: RunConfig, world: World, stop: StopFlag) -> Manifest:
-    """Return the training set's manifest; missing sets are packed where the recipe says how.
+    """Return the training set's view; missing sets are packed where the recipe says how.
 
     This is before any process group exists: the first rank packs, the others look for the result.
     """
@@ -67,11 +84,11 @@ def ensure_data(config: RunConfig, world: World, stop: StopFlag) -> Manifest:
             if stop.reason:
                 raise Stopped(f"{stop.reason} while the first rank packed {uri}")
             time.sleep(POLL_S)
-    train = open_storage(config.data.train)
-    manifest = load_manifest(train)
+    manifest = train_view(config)
     if config.data.val is not None:
-        val = open_storage(config.data.val)
-        _check_same_classes(train, manifest, val, load_manifest(val))
+        train, val = open_storage(config.data.train), open_storage(config.data.val)
+        other = _view(config.data.val, config.data.label_column, None)
+        _check_same_classes(train, manifest, val, other)
     return manifest
 
 

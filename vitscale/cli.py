@@ -9,8 +9,12 @@ import vitscale
 VERBS = {
     "pack": ("data_prep.pack", "turn labelled images into a sharded dataset (also under mpiexec)"),
     "verify": ("data_prep.verify", "check a packed dataset: sizes, hashes, pictures"),
+    "index": ("data_prep.index", "make shards of others a dataset, without rewriting them"),
+    "labels": ("data_prep.labels", "list, add or remove label columns of a packed dataset"),
     "dedup": ("data_prep.dedup", "list training pictures that are copies of others"),
+    "stats": ("data_prep.stats", "count classes, sizes and formats of a packed dataset"),
     "show": ("data_prep.show", "say what a packed dataset holds, or print samples of it"),
+    "bench pack": ("data_prep.bench_pack", "measure the packer beside other writers"),
     "pretrain": ("launchers.pretrain", "train a model from a recipe"),
     "finetune": ("launchers.finetune", "go on from trained weights: new head, new image size"),
     "evaluate": ("launchers.evaluate", "measure top-1, top-5 and loss of a checkpoint"),
@@ -49,7 +53,13 @@ def main(argv: list[str] | None = None) -> int:
     if words[0] == "--version":
         print(f"vitscale {vitscale.__version__}")
         return 0
-    verb, rest = words[0], words[1:]
+    # Verbs of two words share the first one.
+    group = [verb for verb in VERBS if verb.startswith(f"{words[0]} ")]
+    if group and (len(words) == 1 or words[1] in ("-h", "--help")):
+        print("\n".join(f"vitscale {verb}  {VERBS[verb][1]}" for verb in group))
+        return 0 if words[1:] else 2
+    num_words = 2 if group else 1
+    verb, rest = " ".join(words[:num_words]), words[num_words:]
     if verb not in VERBS:
         close = difflib.get_close_matches(verb.lower(), VERBS, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(VERBS)}"

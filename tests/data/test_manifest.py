@@ -71,6 +71,7 @@ def test_load_manifest_missing_says_how_to_make_one(tmp_path):
         ({"num_shards": 1}, DataError, "the manifest says 1"),
         ({"shards_sha256": "0"}, DataError, "shard shards.parquet: sha256 is"),
         ({"colour": "red"}, DataError, "fields are missing or unknown"),
+        ({"view": None}, DataError, "fields are missing or unknown"),
     ],
 )
 def test_load_manifest_refuses_what_does_not_fit(storage, values, error, said):

@@ -22,6 +22,8 @@ FLAGS = {
     "evaluate": {
         "--checkpoint",
         "--data",
+        "--label-column",
+        "--exclude",
         "--ema",
         "--metrics",
         "--out",

@@ -100,6 +100,11 @@ class DataConfig(Section):
     # Packed datasets: a folder, file:// or s3://bucket/prefix.
     train: str
     val: str | None = None
+    # Label column that is trained and evaluated on, stored or added; absent: the first stored one.
+    # Samples without a label in an added column are left out.
+    label_column: str | None = None
+    # List of samples of data.train that are left out, as `vitscale dedup` writes it.
+    exclude: str | None = None
     # Reader processes of one rank; 0 reads in the training process.
     num_workers: Annotated[int, Field(ge=0)] = 2
     # Micro-batches that each reader process prepares ahead.

@@ -22,6 +22,7 @@ from vitscale.data.manifest import (
     load_manifest,
 )
 from vitscale.data.storage import Storage, open_storage
+from vitscale.data.view import view_of
 
 SPAN_BYTES = 16 << 20  # iteration reads this much of a shard at a time
 KEPT_INDEXES = 8
@@ -34,7 +35,7 @@ class Sample:
     key: str
     # encoded, as stored; checked
     image: bytes
-    # class in the default label column; of a multi-label one the first, -1 for none
+    # class in the default or chosen label column; of a multi-label one the first, -1 for none
     label: int
     # name of a label column -> class, or list of classes
     labels: dict[str, int | list[int]]
@@ -50,7 +51,7 @@ class Dataset:
 
     Args:
         storage: The dataset.
-        manifest: Its manifest.
+        manifest: Its manifest, or a view of it.
     """
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
@@ -61,7 +62,7 @@ class Dataset:
 
     @property
     def class_names(self) -> list[str]:
-        """Names of the classes of the default label column; a label is an index into them."""
+        """Names of the classes of the default or chosen label column; a label is an index."""
         return list(self.label_columns[0].names)
 
     @property
@@ -134,17 +135,23 @@ class Dataset:
         return Sample(key, data, label, labels, shard, offset, image_format)
 
 
-def open_dataset(uri: str | os.PathLike[str]) -> Dataset:
+def open_dataset(
+    uri: str | os.PathLike[str], label_column: str | None = None, exclude: str | None = None
+) -> Dataset:
     """Open a packed dataset.
 
     Args:
         uri: A plain path, `file:///path`, or `s3://bucket/prefix`.
+        label_column: Column whose labels are taken, stored or added (`vitscale labels`); None takes
+            the first stored one. Samples without a label in an added column are left out.
+        exclude: List of samples that are left out (`vitscale dedup`).
 
     Returns:
         The dataset: `len()`, `[i]` and iteration give `Sample`s.
 
     Raises:
-        UserError: There is no finished dataset.
+        UserError: There is no finished dataset, or no such column or list for it.
     """
     storage = open_storage(uri)
-    return Dataset(storage, load_manifest(storage))
+    manifest = view_of(storage, load_manifest(storage), label_column, exclude)
+    return Dataset(storage, manifest)

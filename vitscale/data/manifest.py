@@ -6,6 +6,7 @@
     URI/shard-000000.arrow           the same samples (arrow_shard.py)
     URI/shard-000000.index.parquet   one row a sample: INDEX_FIELDS and the label columns
     URI/labels.json                  label columns with class names (label_columns.py)
+    URI/labels/                      label columns that were added later (label_sidecar.py)
     URI/ledger/shard-000000.parquet  one row for every input: packed, failed or excluded, and why
     URI/_commit/                     the plan and one record a finished shard; for the packer
 
@@ -18,7 +19,7 @@ import io
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -109,8 +110,10 @@ class Manifest:
     # [{"name": .., "sha256": ..}] of the ledger files
     ledger: list[dict[str, str]]
     shards: ShardTable = field(repr=False)
-    # sha256 of manifest.json: the name of these exact data
+    # sha256 of manifest.json, and of what a view makes of it: the name of these exact data
     digest: str
+    # None: all samples with the stored labels
+    view: "View | None" = field(repr=False)
 
     @property
     def num_classes(self) -> int:
@@ -139,6 +142,20 @@ class ShardIndex:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+
+class View(Protocol):
+    """What a manifest takes of a stored dataset (view.py)."""
+
+    @property
+    def stored(self) -> Manifest:
+        """Manifest of the whole dataset."""
+
+    def index(self, storage: Storage, shard_id: int) -> ShardIndex:
+        """Read one shard's index, with the labels and without the samples that are left out."""
+
+    def label_columns(self, storage: Storage) -> list[LabelColumn]:
+        """Read the label columns, the chosen one first."""
 
 
 def sha256_hex(data: bytes) -> str:
@@ -229,7 +246,7 @@ def load_manifest(storage: Storage) -> Manifest:
         )
     try:
         shards = _load_shards(storage, values["shards_sha256"], values["num_shards"])
-        manifest = Manifest(**values, shards=shards, digest=sha256_hex(data))
+        manifest = Manifest(**values, shards=shards, digest=sha256_hex(data), view=None)
     except (KeyError, TypeError) as error:
         raise damaged(
             storage.uri, MANIFEST_NAME, f"fields are missing or unknown: {error}"
@@ -242,7 +259,7 @@ def load_manifest(storage: Storage) -> Manifest:
 
 
 def _load_shards(storage: Storage, sha256: str, num_shards: int) -> ShardTable:
-    table = _read_table(storage, SHARDS_NAME, sha256, SHARDS_SCHEMA)
+    table = read_table(storage, SHARDS_NAME, sha256, SHARDS_SCHEMA)
     if table.num_rows != num_shards:
         raise damaged(
             storage.uri, SHARDS_NAME, f"has {table.num_rows} rows, the manifest says {num_shards}"
@@ -267,10 +284,12 @@ def load_index(storage: Storage, manifest: Manifest, shard_id: int) -> ShardInde
     Raises:
         DataError: The index is missing or damaged.
     """
+    if manifest.view is not None:
+        return manifest.view.index(storage, shard_id)
     shards = manifest.shards
     name = index_name(shards.names[shard_id])
     columns = [LabelColumn(column["name"], column["multi"], ()) for column in manifest.columns]
-    table = _read_table(storage, name, shards.index_sha256[shard_id], index_schema(columns))
+    table = read_table(storage, name, shards.index_sha256[shard_id], index_schema(columns))
     if table.num_rows != shards.num_samples[shard_id]:
         reason = f"has {table.num_rows} rows, {SHARDS_NAME} says {shards.num_samples[shard_id]}"
         raise damaged(storage.uri, name, reason)
@@ -278,7 +297,7 @@ def load_index(storage: Storage, manifest: Manifest, shard_id: int) -> ShardInde
         keys=table["key"].to_pylist(),
         offsets=table["offset"].to_numpy(),
         num_bytes=table["num_bytes"].to_numpy(),
-        labels=_first_labels(table[columns[0].name], columns[0].multi),
+        labels=first_labels(table[columns[0].name], columns[0].multi),
         widths=table["width"].to_numpy(),
         heights=table["height"].to_numpy(),
         image_formats=table["image_format"].to_pylist(),
@@ -287,14 +306,26 @@ def load_index(storage: Storage, manifest: Manifest, shard_id: int) -> ShardInde
     )
 
 
-def _first_labels(values: pa.ChunkedArray, multi: bool) -> npt.NDArray[np.int64]:
+def first_labels(values: pa.ChunkedArray, multi: bool) -> npt.NDArray[np.int64]:
+    """Give one class a sample: of a multi-label column the first, -1 for none."""
     if not multi:
         return values.to_numpy()
     firsts = [labels[0] if labels else NO_LABEL for labels in values.to_pylist()]
     return np.asarray(firsts, np.int64)
 
 
-def _read_table(storage: Storage, name: str, sha256: str, schema: pa.Schema) -> pa.Table:
+def read_table(storage: Storage, name: str, sha256: str, schema: pa.Schema) -> pa.Table:
+    """Read a Parquet object of a dataset.
+
+    Args:
+        storage: The dataset.
+        name: Of the object.
+        sha256: That it had when it was written.
+        schema: Its columns.
+
+    Raises:
+        DataError: It is missing, damaged or has other columns.
+    """
     try:
         data = storage.read_bytes(name)
     except FileNotFoundError:
@@ -317,6 +348,8 @@ def load_label_columns(storage: Storage, manifest: Manifest) -> list[LabelColumn
     Raises:
         DataError: labels.json is missing or damaged.
     """
+    if manifest.view is not None:
+        return manifest.view.label_columns(storage)
     try:
         data = storage.read_bytes(LABELS_NAME)
     except FileNotFoundError:

@@ -130,8 +130,9 @@ class _Run:
         self.request, self.collectives, self.log = request, collectives, log
         self.config = request.resolved.config
         self.world = request.world
-        self.data = open_dataset(self.config.data.train)
-        self.val = open_dataset(self.config.data.val) if self.config.data.val else None
+        data = self.config.data
+        self.data = open_dataset(data.train, data.label_column, data.exclude)
+        self.val = open_dataset(data.val, data.label_column) if data.val else None
         manifest = self.data.manifest
         assert self.config.batch.global_batch is not None
         self.order = Order(

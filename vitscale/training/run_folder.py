@@ -75,11 +75,12 @@ class RunFolder:
         return results | done
 
 
-# Leaves that do not change what is trained.
+# Leaves that do not change what is trained, or that the dataset's digest stands for.
 _NEUTRAL = (
-    "data.train", "data.val", "data.num_workers", "data.prefetch_batches", "data.cache_dir",
-    "data.cache_limit_bytes", "data.build", "batch.micro_batch", "init.source", "run.log_every",
-    "run.save_every", "run.eval_every", "run.keep_last", "run.stop_at", "model.grad_checkpointing",
+    "data.train", "data.val", "data.label_column", "data.exclude", "data.num_workers",
+    "data.prefetch_batches", "data.cache_dir", "data.cache_limit_bytes", "data.build",
+    "batch.micro_batch", "init.source", "run.log_every", "run.save_every", "run.eval_every",
+    "run.keep_last", "run.stop_at", "model.grad_checkpointing",
 )  # fmt: skip
 
 
