@@ -20,6 +20,7 @@ from data_prep.plan import Plan, changed_plan_message, make_plan
 from data_prep.writer import Done, ShardWork, commit_name, is_done, load_commit
 from vitscale.config.errors import EXIT_DONE, DataError, UserError
 from vitscale.data.label_columns import LABELS_NAME, LabelColumn
+from vitscale.data.lease import PREFIX as LEASES
 from vitscale.data.lease import Lease
 from vitscale.data.manifest import (
     MANIFEST_NAME,
@@ -88,7 +89,10 @@ def pack(crew: Crew, work: ShardWork, max_bad: Limit, *, retry_failed: bool, dry
             f"already complete: {storage.uri} num_inputs={plan.num_inputs} "
             f"num_shards={plan.num_shards}"
         )
-        storage.sweep_temps()
+        if storage.list(LEASES):
+            # Of a job that was killed between its last two steps.
+            with Lease(storage, "vitscale pack"):
+                storage.sweep_temps()
         return EXIT_DONE
     with Lease(storage, "vitscale pack") as lease:
         storage.sweep_temps()
@@ -98,9 +102,7 @@ def pack(crew: Crew, work: ShardWork, max_bad: Limit, *, retry_failed: bool, dry
         if kept:
             _say(f"resuming: {kept} of {plan.num_shards} shards are done")
         _work(crew, work, plan, records, max_bad, lease)
-        ordered = [records[number] for number in range(plan.num_shards)]
-    # Behind the lease: what it leaves is no part of the dataset.
-    finish(storage, plan, ordered)
+        finish(storage, plan, [records[number] for number in range(plan.num_shards)])
     _summary(storage, plan, records, kept, time.monotonic() - start)
     return EXIT_DONE
 

@@ -38,8 +38,8 @@ LAYERS = {
 # Module -> where it may be imported at the top of a file, and where only inside functions.
 HOME = {
     "deepspeed": (["vitscale/training/engine.py"], []),
-    "boto3": ([], ["vitscale/data/s3_client.py", "vitscale/data/s3_storage.py"]),
-    "botocore": ([], ["vitscale/data/s3_client.py", "vitscale/data/s3_storage.py"]),
+    "boto3": ([], ["vitscale/data/s3_client.py"]),
+    "botocore": ([], ["vitscale/data/s3_client.py"]),
     "webdataset": ([], ["data_prep/sources/*"]),
     "mpi4py": ([], ["data_prep/comm.py"]),
     "pyarrow": (["vitscale/data/*", "data_prep/*"], []),
@@ -48,14 +48,7 @@ HOME = {
         [],
     ),
     "simplejpeg": (["data_prep/image_pixels.py"], []),
-    "urllib3": (
-        [],
-        [
-            "data_prep/sources/http_files.py",
-            "vitscale/data/s3_client.py",
-            "vitscale/data/s3_storage.py",
-        ],
-    ),
+    "urllib3": ([], ["data_prep/sources/http_files.py", "vitscale/data/s3_client.py"]),
     "scipy": ([], ["data_prep/sources/*"]),
     "cv2": ([], ["data_prep/image_pixels.py"]),
     "imagehash": ([], ["data_prep/fingerprint.py"]),
@@ -385,7 +378,7 @@ def test_every_rule_can_fail(rule, path, source):
     [
         (layers, "vitscale/cli.py", "import launchers.pretrain"),
         (layers, "vitscale/training/x.py", "import vitscale.models.vit, vitscale.data.order"),
-        (third_parties, "vitscale/data/s3_storage.py", "def f():\n    import boto3"),
+        (third_parties, "vitscale/data/s3_client.py", "def f():\n    import boto3"),
         (third_parties, "vitscale/data/x.py", "import pyarrow as pa"),
         (torch_free, "vitscale/distributed.py", "if TYPE_CHECKING:\n    import torch"),
         (torch_free, "launchers/x.py", "def f():\n    import torch"),

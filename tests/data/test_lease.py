@@ -37,7 +37,7 @@ def test_lease_is_gone_after_release(storage):
 def test_lease_of_a_live_process_refuses_the_next(storage):
     with (
         Lease(storage, "first"),
-        pytest.raises(UserError, match=rf"process {os.getpid()} on .* \(first\)"),
+        pytest.raises(UserError, match=rf"process {os.getpid()} on .* \(first, since 20\d\d-.*Z\)"),
     ):
         Lease(storage, "second").acquire()
 
@@ -83,7 +83,7 @@ def test_lease_of_a_beating_job_elsewhere_refuses(storage):
     thread.start()
 
     with pytest.raises(UserError, match="on far"):
-        Lease(storage, "next", silence_s=5).acquire()
+        Lease(storage, "next", silence_s=2).acquire()
     thread.join()
 
 
@@ -122,6 +122,28 @@ def test_lease_notices_that_another_took_over(storage):
     lease.release()
 
     assert f"{PREFIX}000004.json" in storage.list(), "the new holder's lease stays"
+
+
+def test_lease_notices_that_another_took_over_and_has_finished(storage):
+    lease = Lease(storage, "slow", beat_s=0.05)
+    lease.acquire()
+    storage.delete(f"{PREFIX}000001.json")
+    lease.start()
+
+    _wait(lambda: lease._lost)
+    lease.release()
+
+    assert storage.list() == [], "the lost one is not written again"
+
+
+def test_lease_that_is_given_up_while_watched_is_free(storage):
+    other_machine(storage, beats=7)
+    thread = threading.Timer(0.4, storage.delete, [f"{PREFIX}000004.json"])
+    thread.start()
+
+    with Lease(storage, "next", silence_s=2):
+        assert storage.list() == [f"{PREFIX}000001.json"]
+    thread.join()
 
 
 def _wait(condition) -> None:

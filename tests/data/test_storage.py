@@ -4,10 +4,12 @@ import threading
 
 import pytest
 
+from tests.helpers.s3 import open_uploads
 from vitscale.config.errors import UserError
 from vitscale.data.storage import FileStorage, S3Storage, StorageError, open_storage
 
 S3 = pytest.mark.s3
+BOTH = pytest.mark.parametrize("make", [pytest.param(make, marks=S3) for make in ("s3", "ceph")])
 
 
 @pytest.fixture(
@@ -182,15 +184,15 @@ def test_s3_storage_works_in_a_forked_child(s3_uri):
     child.join()
 
 
-@pytest.mark.s3
-@pytest.mark.parametrize("make", ["s3", "ceph"])
-def test_s3_storage_uploads_in_parts_and_sweeps_unfinished_ones(request, make):
+@BOTH
+def test_s3_storage_uploads_in_parts_and_sweeps_unfinished_ones(request, tmp_path, make):
     storage = open_storage(request.getfixturevalue(f"{make}_uri"))
-    client = request.getfixturevalue(f"{make}_server").client()
-    elsewhere = f"{storage.prefix.partition('/')[0]}/elsewhere"
-    client.create_multipart_upload(Bucket=storage.bucket, Key=storage.prefix + "shard-000000.tar")
-    client.create_multipart_upload(Bucket=storage.bucket, Key=elsewhere)
-    data = os.urandom(1 << 20) * 65
+    storage.part_bytes = 5 << 20
+    server = request.getfixturevalue(f"{make}_server")
+    root = storage.prefix.partition("/")[0]
+    for key in (storage.prefix + "shard-000000.tar", f"{root}/elsewhere"):
+        server.client().create_multipart_upload(Bucket=storage.bucket, Key=key)
+    data = os.urandom(2 * storage.part_bytes + 1)
     with storage.open_temp() as file:
         file.write(data)
         file.flush()
@@ -198,13 +200,38 @@ def test_s3_storage_uploads_in_parts_and_sweeps_unfinished_ones(request, make):
 
     assert storage.abort_uploads() == 1
 
-    assert client.head_object(Bucket=storage.bucket, Key=storage.prefix + "large")["ETag"].endswith(
-        '-5"'
-    )
+    assert open_uploads(server, root) == [f"{root}/elsewhere"]
+    head = server.client().head_object(Bucket=storage.bucket, Key=storage.prefix + "large")
+    assert head["ETag"].endswith('-3"'), "three parts"
     assert storage.read_bytes("large") == data
-    root = elsewhere.partition("/")[0]
-    uploads = client.list_multipart_uploads(Bucket=storage.bucket, Prefix=root)["Uploads"]
-    assert [upload["Key"] for upload in uploads] == [elsewhere]
+    storage.download("large", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == data
+
+
+@BOTH
+def test_s3_storage_lists_page_by_page(request, make):
+    uri = request.getfixturevalue(f"{make}_uri")
+    bucket, _, prefix = uri.removeprefix("s3://").partition("/")
+    storage = S3Storage(uri, bucket, prefix, page_names=2)
+    names = ["a b", "a+b", "a/1", "a/2", "\u00e4"]
+    for name in names:
+        storage.put(name, name.encode())
+
+    assert storage.sizes() == {name: len(name.encode()) for name in names}
+    assert storage.list("a/") == ["a/1", "a/2"]
+
+
+@BOTH
+def test_s3_storage_handles_empty_objects(request, tmp_path, make):
+    storage = open_storage(request.getfixturevalue(f"{make}_uri"))
+    (tmp_path / "empty").write_bytes(b"")
+    storage.put_file("x", tmp_path / "empty")
+
+    assert storage.size("x") == 0
+    assert storage.read_bytes("x") == b""
+    assert storage.read_range("x", 0, 10) == b""
+    storage.download("x", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == b""
 
 
 @pytest.mark.s3
@@ -213,7 +240,6 @@ def test_s3_storage_refusals_are_named(s3_uri, monkeypatch):
 
     with pytest.raises(StorageError, match=f"cannot write {s3_uri}/x: SignatureDoesNotMatch"):
         open_storage(s3_uri).put("x", b"1")
-    monkeypatch.undo()
 
 
 @pytest.mark.s3

@@ -14,6 +14,7 @@ import xxhash
 from data_prep.pack import main
 from tests.helpers.corpus import crop, encoded, make_folder, object_hashes
 from vitscale.data import open_dataset
+from vitscale.data.lease import Lease
 from vitscale.data.manifest import load_index, load_manifest
 from vitscale.data.storage import open_storage
 
@@ -535,3 +536,30 @@ def test_script_runs_by_path_from_anywhere(tmp_path, script):
     assert done.returncode == 0, done.stderr
     assert f"usage: vitscale {script}" in done.stdout
     assert "examples:" in done.stdout
+
+
+def test_pack_second_job_on_one_prefix_is_refused(corpus, tmp_path, capsys):
+    out = tmp_path / "out"
+    with Lease(open_storage(out), "vitscale pack"):
+        assert main(pack_args(corpus, out, "--workers", "1")) == 2
+
+    assert "another job" in capsys.readouterr().err
+    assert not (out / "manifest.json").exists()
+
+
+def test_pack_removes_what_a_job_killed_at_its_very_end_left(small, tmp_path):
+    out = tmp_path / "out"
+    assert main(pack_args(small, out, "--workers", "1")) == 0
+    before = object_hashes(out)
+    dead = {"host": "x", "boot": "other", "pid": 1, "started": 1, "purpose": "p", "beats": 0}
+    boot = json.loads(_lease_text(tmp_path / "probe"))["boot"]
+    (out / "_commit" / "lease-000001.json").write_text(json.dumps({**dead, "boot": boot}))
+
+    assert main(pack_args(small, out, "--workers", "1")) == 0
+
+    assert object_hashes(out) == before
+
+
+def _lease_text(folder: Path) -> str:
+    with Lease(open_storage(folder), "probe"):
+        return (folder / "_commit" / "lease-000001.json").read_text()

@@ -1,8 +1,10 @@
 """A proxy before a real S3 server that does to requests what networks and busy stores do."""
 
 import random
+import re
 import socket
 import socketserver
+import ssl
 import struct
 import threading
 import time
@@ -10,10 +12,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 ERROR = "<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>"
-FAULTS = ("busy", "reset_request", "reset_answer", "short_answer", "lost_answer", "expired")
+# busy, expired: answers of the store. bad_gateway: that of a load balancer before it. reset_*: the
+# connection breaks in the middle of the request or the answer. short_answer: it ends there in good
+# order. lost_answer: the store did it, and nobody hears of it. damaged: a byte of what is put.
+FAULTS = (
+    "busy", "bad_gateway", "reset_request", "reset_answer", "short_answer", "lost_answer",
+    "damaged", "expired",
+)  # fmt: skip
 
 
 @dataclass
@@ -22,7 +31,8 @@ class FaultProxy:
 
     Args:
         upstream: Host and port of the server.
-        choose: Method and target of a request -> name of a fault, "stall:SECONDS", or "".
+        choose: Method and target of a request -> name of a fault, "stall:SECONDS",
+            "refuse:STATUS:CODE", or "".
     """
 
     upstream: tuple[str, int]
@@ -66,11 +76,18 @@ class _Handler(socketserver.BaseRequestHandler):
             return self._reset()
         body = _read(self.request, rest, wanted)
         if fault == "busy":
-            return self._answer(503, "SlowDown")
+            return self._answer(503, _error("SlowDown"))
+        if fault == "bad_gateway":
+            return self._answer(502, "<html><body>502 Bad Gateway</body></html>")
         if fault == "expired":
-            return self._answer(400, "ExpiredToken")
+            return self._answer(400, _error("ExpiredToken"))
+        if fault.startswith("refuse:"):
+            _, status, code = fault.split(":")
+            return self._answer(int(status), _error(code))
         if fault.startswith("stall:"):
             time.sleep(float(fault.partition(":")[2]))
+        if fault == "damaged" and method == "PUT":
+            body = body[:-1] + bytes([body[-1] ^ 1])
         answer = self._ask(lines, body)
         if fault == "lost_answer":
             return self._reset()
@@ -81,6 +98,7 @@ class _Handler(socketserver.BaseRequestHandler):
         self.request.sendall(answer)
 
     def _ask(self, lines: list[str], body: bytes) -> bytes:
+        # What is signed passes unchanged, the host too: the server checks what it is sent.
         kept = [n for n in lines if not n.lower().startswith(("expect:", "connection:")) and n]
         head = "\r\n".join([*kept, "Connection: close", "", ""]).encode("latin-1")
         with socket.create_connection(self.proxy.upstream) as server:
@@ -90,14 +108,17 @@ class _Handler(socketserver.BaseRequestHandler):
                 parts.append(part)
         return b"".join(parts)
 
-    def _answer(self, status: int, code: str) -> None:
-        text = ERROR.format(code=code).encode()
+    def _answer(self, status: int, text: str) -> None:
         head = f"HTTP/1.1 {status} x\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n"
-        self.request.sendall(head.encode() + text)
+        self.request.sendall((head + text).encode())
 
     def _reset(self) -> None:
         self.request.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.request.close()
+
+
+def _error(code: str) -> str:
+    return ERROR.format(code=code)
 
 
 def _read_head(client: socket.socket) -> tuple[bytes, bytes]:
@@ -123,26 +144,55 @@ def _read(client: socket.socket, begun: bytes, wanted: int) -> bytes:
 
 
 @contextmanager
-def fault_proxy(endpoint: str, choose: Callable[[str, str], str]) -> Iterator[FaultProxy]:
-    """Run a proxy before the server at `endpoint`."""
+def fault_proxy(
+    endpoint: str,
+    choose: Callable[[str, str], str],
+    *,
+    certificate: Path | None = None,
+    port: int = 0,
+) -> Iterator[FaultProxy]:
+    """Run a proxy before the server at `endpoint`.
+
+    Args:
+        endpoint: URL of the server.
+        choose: As in FaultProxy.
+        certificate: PEM file with key and certificate: the proxy then speaks TLS.
+        port: Where to listen; 0: anywhere.
+    """
     parts = urlsplit(endpoint)
     assert parts.hostname
     assert parts.port
     proxy = FaultProxy((parts.hostname, parts.port), choose)
     handler = type("Handler", (_Handler,), {"proxy": proxy})
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    if certificate:
+        context.load_cert_chain(certificate)
 
     class Server(socketserver.ThreadingTCPServer):
         daemon_threads = True
         allow_reuse_address = True
         request_queue_size = 64
 
-    with Server(("127.0.0.1", 0), handler) as server:
-        proxy.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        def finish_request(self, request, client_address):
+            if certificate:
+                try:
+                    request = context.wrap_socket(request, server_side=True)
+                except OSError:  # the client does not trust us
+                    return
+            super().finish_request(request, client_address)
+            if certificate:
+                request.close()
+
+    with Server(("127.0.0.1", port), handler) as server:
+        scheme = "https" if certificate else "http"
+        proxy.endpoint = f"{scheme}://127.0.0.1:{server.server_address[1]}"
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
-        yield proxy
-        server.shutdown()
-        thread.join()
+        try:
+            yield proxy
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def first(count: int, fault: str) -> Callable[[str, str], str]:
@@ -156,21 +206,39 @@ def first(count: int, fault: str) -> Callable[[str, str], str]:
     return choose
 
 
+def each_once(fault: str) -> Callable[[str, str], str]:
+    """Spoil every request once; its repetition passes. An upload's parts count as different."""
+    seen: set[tuple[str, str]] = set()
+
+    def choose(method: str, target: str) -> str:
+        request = (method, re.sub("uploadId=[^&]*", "uploadId", target))
+        if request in seen:
+            return ""
+        seen.add(request)
+        return fault
+
+    return choose
+
+
 def sometimes(
     seed: int, share: float, faults: tuple[str, ...] = FAULTS
 ) -> Callable[[str, str], str]:
-    """Spoil a share of the requests, in bursts of one to three; credentials expire once."""
+    """Spoil a share of the requests, in bursts of one to three; credentials expire once.
+
+    Each kind has its turn before one comes again.
+    """
     rng = random.Random(seed)
     burst: list[str] = []
-    expired = [False]
+    turns: list[str] = list(faults)
+    rng.shuffle(turns)
 
     def choose(method: str, target: str) -> str:
         if not burst and rng.random() < share:
-            fault = rng.choice(faults)
-            if fault == "expired" and expired[0]:
-                return ""
-            expired[0] = expired[0] or fault == "expired"
-            burst.extend([fault] * (1 if fault == "expired" else rng.randint(1, 3)))
+            fault = turns.pop(0)
+            if fault == "expired":
+                return fault
+            turns.append(fault)
+            burst.extend([fault] * rng.randint(1, 3))
         return burst.pop() if burst else ""
 
     return choose

@@ -209,7 +209,7 @@ class FileStorage:
         """Copy an object to another file."""
         try:
             shutil.copyfile(self.root / name, path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise self._missing(name) from None
         except OSError as error:
             raise self._failed(name, "read", error) from error

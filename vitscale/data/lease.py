@@ -5,7 +5,7 @@
 A job takes the next number with a write that only one of several racers can win. While it lives it
 counts a beat up in its lease. Another one that comes along refuses when it sees that the holder
 lives, and takes over when it is gone: at once if that was a process of this machine, otherwise when
-the count has stood still for a while.
+the count has stood still for a while. The time in a lease is for the reader of a message only.
 """
 
 import json
@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from vitscale.config.errors import UserError, VitscaleError
+from vitscale.data.patience import warn
 from vitscale.data.storage import Storage, StorageError
 
 PREFIX = "_commit/lease-"
@@ -27,6 +28,8 @@ _NAME = re.compile(r"^_commit/lease-(\d{6})\.json$")
 BEAT_S = 10.0
 # A holder whose count stands still for so long is gone.
 SILENCE_S = 35.0
+# A store that fails holds the end of a job up no longer than this.
+LAST_BEAT_S = 30.0
 
 
 class Lease:
@@ -52,6 +55,7 @@ class Lease:
         self._beat_s, self._silence_s = beat_s, silence_s
         self._number = 0
         self._beats = 0
+        self._since = ""
         self._lost = ""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -62,13 +66,15 @@ class Lease:
         Raises:
             UserError: Another job holds it and lives.
         """
+        self._since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         while True:
             number, holder = self._newest()
-            if holder is not None:
-                self._outwait(number, holder)
+            if holder is not None and not self._outwait(number, holder):
+                continue
             self._number = number + 1
             if self._storage.create_once(self._name(self._number), self._content()):
                 return
+            time.sleep(0.1)  # a folder on NFS may show old names for a while
 
     def start(self) -> None:
         """Beat from a thread until `release`."""
@@ -88,17 +94,19 @@ class Lease:
         """Give it up: remove it and those of the dead before it."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(LAST_BEAT_S)
+            if self._thread.is_alive():
+                warn(f"a lease stays behind: {self._storage.uri} does not answer")
+                return
             self._thread = None
         if self._lost:
             return
         try:
-            for name in sorted(self._storage.list(PREFIX)):
-                match = _NAME.match(name)
-                if match and int(match[1]) <= self._number:
-                    self._storage.delete(name)
+            for number in self._numbers():
+                if number <= self._number:
+                    self._storage.delete(self._name(number))
         except StorageError as error:
-            print(f"warning: a lease stays behind: {error}", file=sys.stderr, flush=True)
+            warn(f"a lease stays behind: {error}")
 
     def __enter__(self) -> "Lease":
         self.acquire()
@@ -122,15 +130,17 @@ class Lease:
             "pid": os.getpid(),
             "started": _start_ticks(os.getpid()),
             "purpose": self._purpose,
+            "since": self._since,
             "beats": self._beats,
         }
         return json.dumps(value, sort_keys=True).encode()
 
+    def _numbers(self) -> list[int]:
+        return sorted(int(m[1]) for m in map(_NAME.match, self._storage.list(PREFIX)) if m)
+
     def _newest(self) -> tuple[int, dict[str, Any] | None]:
-        numbers = [int(m[1]) for m in map(_NAME.match, self._storage.list(PREFIX)) if m]
-        if not numbers:
-            return 0, None
-        return max(numbers), self._read(max(numbers))
+        numbers = self._numbers()
+        return (numbers[-1], self._read(numbers[-1])) if numbers else (0, None)
 
     def _read(self, number: int) -> dict[str, Any] | None:
         try:
@@ -139,21 +149,25 @@ class Lease:
             return None
         return value if isinstance(value, dict) else None
 
-    def _outwait(self, number: int, holder: dict[str, Any]) -> None:
-        """Return when the holder is gone.
+    def _outwait(self, number: int, holder: dict[str, Any]) -> bool:
+        """Give True when the holder is gone, False when it has ended or another one came.
 
         Raises:
             UserError: It lives.
         """
-        who = f"process {holder.get('pid')} on {holder.get('host')} ({holder.get('purpose')})"
+        who = (
+            f"process {holder.get('pid')} on {holder.get('host')} ({holder.get('purpose')}, since "
+            f"{holder.get('since')})"
+        )
         busy = (
             f"{self._storage.uri}: another job works there: {who}; wait for it or stop it, or use "
             "another --out"
         )
-        if holder.get("boot") == _boot_id():
-            if _start_ticks(int(holder.get("pid", 0))) == holder.get("started"):
-                raise UserError(busy)
-            return
+        lives = _lives(holder)
+        if lives:
+            raise UserError(busy)
+        if lives is False:
+            return True
         print(
             f"{self._storage.uri} was in the hands of {who}; seeing whether it lives, "
             f"{self._silence_s:.0f} s at most",
@@ -164,26 +178,27 @@ class Lease:
         while time.monotonic() < end:
             time.sleep(min(1.0, self._silence_s / 5))
             latest, seen = self._newest()
-            if latest != number or (seen and seen.get("beats") != holder.get("beats")):
-                if seen is None and latest <= number:
-                    return  # it has just ended and removed its lease
+            if latest != number or seen is None:
+                return False
+            if seen.get("beats") != holder.get("beats"):
                 raise UserError(busy)
+        return True
 
     def _run(self) -> None:
         while not self._stop.wait(self._beat_s):
             try:
-                newest, _ = self._newest()
-                if newest > self._number:
+                # Gone counts as well: who took over may have finished, and removed it.
+                if self._numbers()[-1:] != [self._number]:
                     self._lost = (
                         f"{self._storage.uri}: another job has taken over, because this one was "
-                        "silent for long; it goes on with the work"
+                        "silent for long; see what it did, and start this one again if need be"
                     )
                     return
                 self._beats += 1
                 self._storage.put(self._name(self._number), self._content())
             except StorageError as error:
                 # Work may still succeed; an outage that lasts ends it there.
-                print(f"warning: {error}", file=sys.stderr, flush=True)
+                warn(str(error))
 
 
 def _boot_id() -> str:
@@ -197,9 +212,31 @@ def _boot_id() -> str:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Give when a process started, in ticks since the boot; None when there is none."""
+    """Give when a process started, in ticks since the boot; None when there is none to see."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
     return None if fields[0] == "Z" else int(fields[19])
+
+
+def _lives(holder: dict[str, Any]) -> bool | None:
+    """Say whether the process of a lease lives; None: it cannot be seen from here."""
+    pid, started = holder.get("pid"), holder.get("started")
+    if holder.get("boot") != _boot_id() or not isinstance(pid, int) or started is None:
+        return None
+    ticks = _start_ticks(pid)
+    if ticks is None and _is_hidden(pid):
+        return None
+    return ticks == started
+
+
+def _is_hidden(pid: int) -> bool:
+    """Tell whether there is such a process of somebody else, which /proc may not show."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return False

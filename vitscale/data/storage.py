@@ -70,7 +70,7 @@ def open_storage(uri: str | os.PathLike[str]) -> Storage:
 
     Args:
         uri: A plain path, `file:///path`, or `s3://bucket/prefix`. The S3 endpoint and credentials
-            are the SDK's own affair (AWS_ENDPOINT_URL, AWS_PROFILE, ...).
+            are the SDK's own affair (AWS_ENDPOINT_URL_S3, AWS_PROFILE, AWS_CA_BUNDLE, ...).
 
     Raises:
         UserError: The URI is empty or of another kind.
