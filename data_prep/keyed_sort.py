@@ -14,7 +14,7 @@ from typing import BinaryIO
 import numpy as np
 import pyarrow as pa
 
-HELD_ROWS = 1 << 20
+HELD_ROWS = 1 << 16
 NUM_BUCKETS = 256
 # the key's upper and lower half, fields of every row
 HIGH, LOW = "high", "low"

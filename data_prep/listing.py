@@ -22,7 +22,7 @@ from vitscale.data.label_columns import LabelColumn
 from vitscale.data.manifest import INDEX_FIELDS
 from vitscale.observe.progress import Progress
 
-CHUNK_ROWS = 1 << 16
+CHUNK_ROWS = 1 << 12
 MAX_NUMBER = 1 << 24
 LABELS = "labels"
 _NAMES = pa.large_binary()

@@ -8,6 +8,7 @@ from typing import BinaryIO, NamedTuple
 
 # Pieces are handed to the hash when they make this much: a hand-over costs as much as a write.
 _BATCH_BYTES = 1 << 20
+_FLUSH_BYTES = 4 << 20
 # Batches that may wait for the hash: a writer that is faster than it is held back.
 _WAITING = 8
 
@@ -92,6 +93,12 @@ class HashingFile:
         return self._sha256.hexdigest()
 
     def _hash(self) -> None:
+        started = fresh = 0
         while (batch := self._queue.get()) is not None:
             for part in batch:
                 self._sha256.update(part)
+                fresh += len(part)
+            if fresh >= _FLUSH_BYTES:
+                # Begins to write to the disk, without waiting: the last sync finds little left.
+                os.posix_fadvise(self._descriptor, started, fresh, os.POSIX_FADV_DONTNEED)
+                started, fresh = started + fresh, 0

@@ -1,0 +1,1 @@
+"""The parts of `vitscale bench`: cases in processes of their own, rounds, tables."""
