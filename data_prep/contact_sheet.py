@@ -2,78 +2,64 @@
 
 import io
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from PIL import Image, ImageDraw
 
-from vitscale.data.dataset import Dataset, open_dataset
+from data_prep.copies import Copies, Copy
 from vitscale.data.decode import decode_rgb
-from vitscale.data.manifest import load_index
+from vitscale.data.exclusion import split_place
 
-TILE = 160
-TEXT = 26
-PAIRS_ACROSS = 3
-PAIRS_DOWN = 6
+TILE, GAP, TEXT = 160, 12, 40
+PAIRS_ACROSS, PAIRS_DOWN = 3, 6
 MAX_PAGES = 10
+_SHOWN_CHARS = 26
 
 
-def write_sheets(folder: Path, train: str, rows: Sequence[dict[str, Any]]) -> list[Path]:
-    """Write pages of pairs as PNG, the most distant pairs first.
+def write_sheets(place: str, copies: Copies) -> list[str]:
+    """Write pages of pairs, left the sample of the training set, the most distant pairs first.
 
     Args:
-        folder: Where to; made.
-        train: The dataset that the rows are of.
-        rows: Rows of a list of exclusions.
+        place: A folder for pages pair-00.png and so on; or NAME.png for NAME.png, NAME-01.png and
+            so on; a path or s3://bucket/prefix.
+        copies: What was found.
 
     Returns:
-        The files.
+        What was written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    ordered = sorted(rows, key=lambda row: (-row["distance"], row["key"]))
-    a_page = PAIRS_ACROSS * PAIRS_DOWN
-    lookup = _Lookup()
+    ordered = sorted(copies.all(), key=lambda copy: (-copy.distance, copy.sample))
+    per_page = PAIRS_ACROSS * PAIRS_DOWN
     written = []
-    for page in range(min(MAX_PAGES, -(-len(ordered) // a_page))):
-        path = folder / f"pairs-{page:02d}.png"
+    for page in range(min(MAX_PAGES, -(-len(ordered) // per_page))):
         data = io.BytesIO()
-        _page(train, ordered[page * a_page : (page + 1) * a_page], lookup).save(data, "PNG")
-        path.write_bytes(data.getvalue())
-        written.append(path)
+        _page(copies, ordered[page * per_page : (page + 1) * per_page]).save(data, "PNG")
+        written.append(_page_name(place, page))
+        storage, name = split_place(written[-1])
+        storage.put(name, data.getvalue())
     return written
 
 
-def _page(train: str, rows: Sequence[dict[str, Any]], lookup: "_Lookup") -> Image.Image:
-    sheet = Image.new("RGB", (PAIRS_ACROSS * (2 * TILE + 12), PAIRS_DOWN * (TILE + TEXT)), "white")
+def _page_name(place: str, page: int) -> str:
+    stem = place.removesuffix(".png")
+    if stem == place:
+        return f"{place.rstrip('/')}/pairs-{page:02d}.png"
+    return place if page == 0 else f"{stem}-{page:02d}.png"
+
+
+def _page(copies: Copies, shown: Sequence[Copy]) -> Image.Image:
+    width, height = 2 * TILE + GAP, TILE + TEXT
+    rows = -(-len(shown) // PAIRS_ACROSS)
+    sheet = Image.new("RGB", (PAIRS_ACROSS * width, rows * height), "white")
     draw = ImageDraw.Draw(sheet)
-    for number, row in enumerate(rows):
-        left = number % PAIRS_ACROSS * (2 * TILE + 12)
-        top = number // PAIRS_ACROSS * (TILE + TEXT)
-        pair = ((train, row["key"]), (row["against"], row["against_key"]))
-        for side, (uri, key) in enumerate(pair):
-            picture = lookup.picture(uri, key)
+    for number, copy in enumerate(shown):
+        left, top = number % PAIRS_ACROSS * width, number // PAIRS_ACROSS * height
+        sides = ((0, copy.sample), (copy.dataset, copy.other))
+        for side, (dataset, sample) in enumerate(sides):
+            stored = copies.datasets[dataset][sample]
+            picture = Image.fromarray(decode_rgb(stored.image, 3))
             picture.thumbnail((TILE, TILE))
             sheet.paste(picture, (left + side * TILE, top))
-        text = f"{row['key']} | {row['against_key']}\n{row['reason']} {row['distance']:.3g}"
-        draw.text((left + 2, top + TILE), text, "black")
+            key = stored.key[-_SHOWN_CHARS:]
+            draw.text((left + side * TILE + 2, top + TILE), key, "black")
+        text = f"{copy.reason} {copy.distance:.3g}  {copies.uris[copy.dataset][-_SHOWN_CHARS:]}"
+        draw.text((left + 2, top + TILE + TEXT // 2 - 4), text, "black")
     return sheet
-
-
-class _Lookup:
-    """Finds samples by key, in datasets that are opened once."""
-
-    def __init__(self) -> None:
-        self._datasets: dict[str, tuple[Dataset, dict[str, int]]] = {}
-
-    def picture(self, uri: str, key: str) -> Image.Image:
-        if uri not in self._datasets:
-            dataset = open_dataset(uri)
-            shards = range(dataset.manifest.num_shards)
-            keys = (
-                key
-                for shard_id in shards
-                for key in load_index(dataset.storage, dataset.manifest, shard_id).keys
-            )
-            self._datasets[uri] = dataset, {key: number for number, key in enumerate(keys)}
-        dataset, numbers = self._datasets[uri]
-        return Image.fromarray(decode_rgb(dataset[numbers[key]].image, 3))

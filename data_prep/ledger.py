@@ -142,5 +142,7 @@ def _by_field(rows: list[tuple[Any, ...]]) -> list[Sequence[Any]]:
 
 
 def _table(values: list[Sequence[Any]], schema: pa.Schema) -> pa.Table:
+    if not values:  # a shard of somebody else may be empty
+        return schema.empty_table()
     arrays = [pa.array(own, field.type) for own, field in zip(values, schema, strict=True)]
     return pa.table(arrays, schema=schema)

@@ -1,28 +1,35 @@
 """A first look at somebody else's shards: which labels there are, and that no key comes twice."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import xxhash
 
-from data_prep.sources.build import printable
-from data_prep.sources.files import RandomFile
-from data_prep.sources.foreign_tars import scan_samples
+from data_prep.foreign_shards import Reading
+from data_prep.keyed_sort import HELD_ROWS, HIGH, LOW, KeyedSort
+from data_prep.sources.build import Column
 from vitscale.config.errors import DataError
+
+# Groups of equal hashes that are looked into for an example.
+LOOKED_INTO = 20
 
 
 class Survey(NamedTuple):
     """What the labels and keys of one shard are."""
 
     number: int
-    # by column: all that occur, and whether a sample has several
+    columns: list[Column]
+    # by column: all that occur
     values: list[set[str | int]]
-    multi: list[bool]
     # xxh64 of the keys of usable samples
     key_hashes: npt.NDArray[np.uint64]
     num_samples: int
+    # why it cannot be read; then nothing else is known
+    damage: str = ""
 
 
 @dataclass(frozen=True)
@@ -30,56 +37,86 @@ class SurveyWork:
     """Looks at the labels and keys of shards.
 
     Args:
-        uri: Where the shards are.
-        label_columns: Members or fields with labels; empty finds the one there is.
+        reading: How to read them.
     """
 
-    uri: str
-    label_columns: tuple[str, ...]
+    reading: Reading
 
     def __call__(self, task: tuple[int, str]) -> Survey:
         """Survey one shard."""
         number, name = task
-        width = max(1, len(self.label_columns))
-        values: list[set[str | int]] = [set() for _ in range(width)]
-        multi = [False] * width
-        hashes = []
+        shard = self.reading.open(name)
+        values: list[set[str | int]] = [set() for _ in self.reading.label_columns or "1"]
+        hashes: list[int] = []
         count = 0
-        for sample in scan_samples(RandomFile(f"{self.uri}/{name}"), self.label_columns):
-            count += 1
-            if sample.problem:
-                continue
-            hashes.append(xxhash.xxh64_intdigest(printable(sample.key).encode()))
-            for at, label in enumerate(sample.labels):
-                several = isinstance(label, tuple)
-                multi[at] |= several
-                values[at].update(label if several else (label,))  # type: ignore[arg-type]
-        return Survey(number, values, multi, np.asarray(hashes, np.uint64), count)
+        try:
+            for row in shard.rows():
+                count += 1
+                if row.problem:
+                    continue
+                hashes.append(xxhash.xxh64_intdigest(row.key.encode()))
+                for own, label in zip(values, row.labels, strict=True):
+                    own.update(label if isinstance(label, tuple) else (label,))
+        except DataError as error:
+            return Survey(number, [], [], np.empty(0, np.uint64), 0, str(error))
+        return Survey(number, shard.columns(), values, np.asarray(hashes, np.uint64), count)
 
 
-def refuse_doubles(work: SurveyWork, names: list[str], surveys: list[Survey]) -> None:
-    """Make sure that keys are unique.
+class Doubles:
+    """Finds keys that come twice, in bounded memory.
 
     Args:
-        work: What the surveys were made with.
-        names: Of the shards.
-        surveys: Of all of them.
-
-    Raises:
-        DataError: Keys come twice; names one with its shards.
+        held_rows: Keys to hold in memory.
     """
-    hashes = np.sort(np.concatenate([survey.key_hashes for survey in surveys]))
-    twice = hashes[1:][hashes[1:] == hashes[:-1]]
-    if not len(twice):
-        return
-    places = []
-    for survey, name in zip(surveys, names, strict=True):
-        if np.isin(twice[0], survey.key_hashes):
-            for sample in scan_samples(RandomFile(f"{work.uri}/{name}"), work.label_columns):
-                key = printable(sample.key)
-                if xxhash.xxh64_intdigest(key.encode()) == int(twice[0]):
-                    places.append(f"{key} in {name}")
-    raise DataError(
-        f"{work.uri}: {len(twice)} keys come twice, for example {' and '.join(places[:2])}; "
-        "a dataset needs unique keys: `vitscale pack --source webdataset:...` gives new ones"
-    )
+
+    def __init__(self, held_rows: int = HELD_ROWS) -> None:
+        self._sort = KeyedSort(pa.schema([(HIGH, pa.uint64()), (LOW, pa.uint64())]), held_rows)
+
+    def add(self, survey: Survey) -> None:
+        """Take the keys of a shard."""
+        shards = np.full(len(survey.key_hashes), survey.number, np.uint64)
+        columns = [pa.array(survey.key_hashes), pa.array(shards)]
+        self._sort.add(pa.table(columns, names=[HIGH, LOW]))
+
+    def _groups(self) -> Iterator[tuple[int, list[int]]]:
+        """Give every hash that comes more than once, with two of its shards."""
+        for rows in self._sort:
+            hashes, shards = rows[HIGH].to_numpy(), rows[LOW].to_numpy()
+            for at in np.flatnonzero(hashes[1:] == hashes[:-1]).tolist():
+                yield int(hashes[at]), shards[at : at + 2].tolist()
+
+    def refuse(self, reading: Reading, names: list[str]) -> None:
+        """Make sure that no key comes twice.
+
+        Args:
+            reading: How to read the shards.
+            names: Of all shards.
+
+        Raises:
+            DataError: Keys come twice; names some with their shards.
+        """
+        count = 0
+        first: list[tuple[int, list[int]]] = []
+        for group in self._groups():
+            count += 1
+            if len(first) < LOOKED_INTO:
+                first.append(group)
+        examples: list[str] = []
+        for digest, shards in first:
+            places = [
+                (row.key, names[shard])
+                for shard in dict.fromkeys(shards)
+                for row in reading.open(names[shard]).rows()
+                if not row.problem and xxhash.xxh64_intdigest(row.key.encode()) == digest
+            ]
+            # Two keys may have the same hash by chance.
+            if places[0][0] == places[1][0]:
+                examples.append(f"{places[0][0]} in {places[0][1]} and {places[1][1]}")
+            if len(examples) == 3:
+                break
+        if examples:
+            raise DataError(
+                f"{reading.uri}: {count} keys come twice, for example "
+                f"{'; '.join(examples)}; a dataset needs unique keys: `vitscale pack --source "
+                "webdataset:...` gives new ones"
+            )

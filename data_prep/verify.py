@@ -12,22 +12,22 @@ if __package__ in (None, ""):  # started by path: python data_prep/verify.py
 import argparse
 import contextlib
 import hashlib
-import io
 import json
 import mmap
 import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-import pyarrow.parquet as pq
+import pyarrow as pa
 import xxhash
 
 from data_prep import comm
+from data_prep.check_tables import Damage, check_record_sums, check_tables, record_numbers
 from data_prep.images import decode_fully
 from data_prep.pack_arguments import add_labels
-from data_prep.repair import make_work, read_plan, repair, restore_shard_table
+from data_prep.repair import PURPOSE, make_work, read_plan, repair, restore_shard_table
 from data_prep.verdict import BadInputError
 from vitscale.config.errors import EXIT_DATA, EXIT_DONE, DataError, UserError, exit_code_of
 from vitscale.data.lease import Lease
@@ -37,11 +37,11 @@ from vitscale.data.manifest import (
     Manifest,
     ShardIndex,
     index_name,
-    load_class_names,
     load_index,
     load_manifest,
     sha256_hex,
 )
+from vitscale.data.parquet_shard import ParquetShard, RowGroups
 from vitscale.data.storage import Storage, open_storage
 from vitscale.observe.progress import Progress
 
@@ -49,7 +49,8 @@ Level = Literal["head", "hash", "decode"]
 SHOWN_DAMAGE = 50
 EPILOG = """\
 levels, each with all of the one before:
-  head     manifest, tables, labels, ledger have their hashes; every object is there with its size
+  head     manifest, tables, labels, ledger and commit records have their hashes and agree; every
+           object is there with its size, and none that does not belong to the dataset
   hash     every shard and index has its sha256, every image its hash at its offset
   decode   every image decodes to the last pixel and has the width and height of the index
 
@@ -63,16 +64,14 @@ exit codes: 0 sound, 3 damaged, 2 no dataset there, 1 else.
 """
 
 
-@dataclass(frozen=True)
-class Damage:
-    """One thing that is not as it was."""
+class Checked(NamedTuple):
+    """What a look at one shard gave."""
 
-    # object of the dataset
-    shard: str
-    # sample, and where its image bytes start, if the damage is in one
-    key: str | None
-    offset: int | None
-    reason: str
+    shard_id: int
+    damage: list[Damage]
+    # of its samples, as in its commit record; 0 and empty where the index is damaged
+    keys_sum64: int
+    samples_sha256: str
 
 
 @dataclass
@@ -87,32 +86,59 @@ class ShardCheck:
     uri: str
     level: Level
     _opened: tuple[Storage, Manifest] | None = None
+    _numbers: dict[str, int] | None = None
 
-    def forget(self) -> None:
-        """Read the dataset anew at the next look."""
-        self._opened = None
+    def storage(self) -> Storage:
+        """Open the store."""
+        return open_storage(self.uri)
 
     def opened(self) -> tuple[Storage, Manifest]:
         """Give storage and manifest, read once."""
         if self._opened is None:
-            storage = open_storage(self.uri)
+            storage = self.storage()
             self._opened = storage, load_manifest(storage)
         return self._opened
 
-    def __call__(self, shard_id: int) -> tuple[list[Damage], int]:
-        """Give one shard's damage and the sum of the hashes of its keys."""
+    def numbers(self) -> dict[str, int]:
+        """Give `record_numbers`, made once: the manifest has as many as shards."""
+        if self._numbers is None:
+            self._numbers = record_numbers(self.opened()[1])
+        return self._numbers
+
+    def fresh(self) -> "ShardCheck":
+        """Give one that has opened nothing, for other processes."""
+        return ShardCheck(self.uri, self.level)
+
+    def __call__(self, shard_id: int) -> Checked:
+        """Check one shard."""
         storage, manifest = self.opened()
         name = manifest.shards.names[shard_id]
         try:
             index = load_index(storage, manifest, shard_id)
         except DataError as error:
-            return [Damage(index_name(name), None, None, _reason(error))], 0
-        keys_sum64 = sum(xxhash.xxh64_intdigest(key.encode()) for key in index.keys) % 2**64
+            return Checked(shard_id, [Damage(index_name(name), None, None, str(error))], 0, "")
         try:
             with _content(storage, name) as content:
-                return _check_content(content, manifest, shard_id, index, self.level), keys_sum64
+                damage = _check_content(content, manifest, shard_id, index, self.level)
         except FileNotFoundError:
-            return [Damage(name, None, None, "is missing")], keys_sum64
+            damage = [Damage(name, None, None, "is missing")]
+        keys, samples = _summary(index)
+        sums = {"keys_sum64": keys, "samples_sha256": samples}
+        number = self.numbers().get(name.rpartition(".")[0])
+        if number is not None:
+            damage += check_record_sums(storage, number, sums)
+        return Checked(shard_id, damage, keys, samples)
+
+
+def _summary(index: ShardIndex) -> tuple[int, str]:
+    """Give the sum of the hashes of the keys and the digest of the samples of a shard."""
+    digest = hashlib.sha256()
+    values = zip(*(column.to_pylist() for column in index.columns.values()), strict=True)
+    for key, xxh3, own in zip(index.keys, index.xxh3.tolist(), values, strict=True):
+        labels = tuple(tuple(v) if isinstance(v, list) else (v,) for v in own)
+        digest.update(f"{key} {xxh3:016x} {labels}\n".encode())
+    keys = sum(xxhash.xxh64_intdigest(key.encode()) for key in index.keys)
+    return keys % 2**64, digest.hexdigest()
 
 
 def verify(crew: comm.Crew, check: ShardCheck) -> list[Damage]:
@@ -131,65 +157,39 @@ def verify(crew: comm.Crew, check: ShardCheck) -> list[Damage]:
     try:
         storage, manifest = check.opened()
     except DataError as error:
-        return [Damage(MANIFEST_NAME, None, None, _reason(error))]
-    damage = _check_head(storage, manifest)
-    if check.level == "head":
+        return [Damage(MANIFEST_NAME, None, None, str(error))]
+    damage = check_tables(storage, manifest)
+    # By a damaged manifest nothing else can be judged.
+    if check.level == "head" or any(item.shard == MANIFEST_NAME for item in damage):
         return damage
-    missing = {item.shard for item in damage if item.reason == "is missing"}
-    crew.share(check)
-    results = crew.map(check, range(manifest.num_shards))
+    named = {item.shard for item in damage if item.reason == "is missing"}
+    work = check.fresh()
+    crew.share(work)
+    results = crew.map(work, range(manifest.num_shards))
     progress = Progress(manifest.num_shards, "shards", "verify")
-    keys_sum64 = 0
-    for found, keys in results:
-        damage += [item for item in found if item.shard not in missing]
-        keys_sum64 = (keys_sum64 + keys) % 2**64
+    shards: dict[int, Checked] = {}
+    for checked in results:
+        damage += [item for item in checked.damage if item.shard not in named]
+        shards[checked.shard_id] = checked._replace(damage=[])
         progress.update(1, damaged=len(damage))
     progress.close()
-    if keys_sum64 != manifest.keys_sum64 and not damage:
-        damage.append(
-            Damage(
-                MANIFEST_NAME, None, None, f"keys_sum64 is {keys_sum64}, was {manifest.keys_sum64}"
-            )
-        )
+    if not damage:
+        ordered = [shards[number] for number in range(manifest.num_shards)]
+        damage = _check_samples(manifest, ordered)
     return sorted(damage, key=lambda item: (item.shard, item.offset or 0))
 
 
-def _check_head(storage: Storage, manifest: Manifest) -> list[Damage]:
-    damage = []
-    try:
-        names = load_class_names(storage, manifest)
-        if len(names) != manifest.num_classes:
-            reason = f"has {len(names)} names, the manifest says {manifest.num_classes}"
-            damage.append(Damage("labels.json", None, None, reason))
-    except DataError as error:
-        damage.append(Damage("labels.json", None, None, _reason(error)))
-    sizes = storage.sizes()
-    for name, wanted in zip(manifest.shards.names, manifest.shards.num_bytes.tolist(), strict=True):
-        for object_name in (name, index_name(name)):
-            if object_name not in sizes:
-                damage.append(Damage(object_name, None, None, "is missing"))
-        if name in sizes and sizes[name] != wanted:
-            damage.append(
-                Damage(
-                    name, None, None, f"has {sizes[name]} bytes, had {wanted} when it was packed"
-                )
-            )
-    rows = 0
-    for entry in manifest.ledger:
-        if entry["name"] not in sizes:
-            damage.append(Damage(entry["name"], None, None, "is missing"))
-            continue
-        data = storage.read_bytes(entry["name"])
-        found = sha256_hex(data)
-        rows += pq.read_metadata(io.BytesIO(data)).num_rows if found == entry["sha256"] else 0
-        if found != entry["sha256"]:
-            reason = f"sha256 is {found}, was {entry['sha256']} when it was packed"
-            damage.append(Damage(entry["name"], None, None, reason))
-    inputs = manifest.num_samples + manifest.num_failed + manifest.num_excluded
-    if rows != inputs and not damage:
-        reason = f"the ledger has {rows} rows, {inputs} inputs were packed, failed or excluded"
-        damage.append(Damage(MANIFEST_NAME, None, None, reason))
-    return damage
+def _check_samples(manifest: Manifest, shards: list[Checked]) -> list[Damage]:
+    """Compare what the indexes hold with what the manifest says of the samples."""
+    pairs = {
+        "keys_sum64": sum(shard.keys_sum64 for shard in shards) % 2**64,
+        "samples_sha256": sha256_hex("".join(shard.samples_sha256 for shard in shards).encode()),
+    }
+    return [
+        Damage(MANIFEST_NAME, None, None, f"{name} is {getattr(manifest, name)}, found {value}")
+        for name, value in pairs.items()
+        if getattr(manifest, name) != value
+    ]
 
 
 @contextlib.contextmanager
@@ -212,11 +212,10 @@ def _check_content(
 ) -> list[Damage]:
     name = manifest.shards.names[shard_id]
     damage = []
-    for row, key in enumerate(index.keys):
-        offset, num_bytes = int(index.offsets[row]), int(index.num_bytes[row])
-        reason = _sample_reason(bytes(content[offset : offset + num_bytes]), index, row, level)
+    for row, data in enumerate(_images(content, manifest, name, index)):
+        reason = data if isinstance(data, str) else _sample_reason(data, index, row, level)
         if reason:
-            damage.append(Damage(name, key, offset, reason))
+            damage.append(Damage(name, index.keys[row], int(index.offsets[row]), reason))
     found, wanted = hashlib.sha256(content).hexdigest(), manifest.shards.sha256[shard_id]
     if found != wanted and not damage:
         reason = (
@@ -225,6 +224,27 @@ def _check_content(
         )
         damage.append(Damage(name, None, None, reason))
     return damage
+
+
+def _images(
+    content: memoryview, manifest: Manifest, name: str, index: ShardIndex
+) -> Iterator[bytes | str]:
+    """Give the images of a shard, or why one cannot be read."""
+    if manifest.format != "parquet":
+        for offset, num_bytes in zip(index.offsets.tolist(), index.num_bytes.tolist(), strict=True):
+            yield bytes(content[offset : offset + num_bytes])
+        return
+    try:
+        source = pa.BufferReader(pa.py_buffer(content))
+        shard = ParquetShard(source, name, manifest.image["column"], RowGroups(0))
+    except DataError as error:
+        yield from [str(error)] * len(index)
+        return
+    for row in index.offsets.tolist():
+        try:
+            yield shard.image(row) or b""
+        except DataError as error:
+            yield str(error)
 
 
 def _sample_reason(data: bytes, index: ShardIndex, row: int, level: Level) -> str:
@@ -244,10 +264,6 @@ def _sample_reason(data: bytes, index: ShardIndex, row: int, level: Level) -> st
         return f"does not decode: {error}"
     indexed = (index.image_formats[row], int(index.widths[row]), int(index.heights[row]))
     return "" if decoded == indexed else f"decodes to {decoded}, the index says {indexed}"
-
-
-def _reason(error: DataError) -> str:
-    return str(error)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -289,40 +305,45 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--exclude", metavar="FILE", help="the list that was given to pack")
     add_labels(parser)
     args = parser.parse_args(argv)
-    return exit_code_of(lambda: _run(args))
+    quiet = (comm.launcher_rank() or 0) > 0
+    return exit_code_of(lambda: _run(args), quiet=quiet)
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.workers < 1:
-        raise UserError(f"--workers {args.workers}: at least 1")
-    if args.repair and not args.source:
-        raise UserError("--repair needs the sources: --source KIND:URI as for `vitscale pack`")
     check = ShardCheck(args.uri, args.level)
 
     def body(crew: comm.Crew) -> int:
+        if args.workers < 1:
+            raise UserError(f"--workers {args.workers}: at least 1")
+        if args.repair and not args.source:
+            raise UserError(
+                "--repair needs the sources: give --source KIND:URI, and how to read them, as for "
+                f"the `vitscale pack` that made {args.uri}"
+            )
         start = time.monotonic()
-        if args.repair and restore_shard_table(open_storage(args.uri)):
-            print(f"repaired {SHARDS_NAME} from the commit records")
-        damage = verify(crew, check)
-        if args.repair and damage:
-            _repair(crew, args, check, damage)
-            check.forget()
-            damage = verify(crew, check)
+        damage = _verify_and_repair(crew, args, check) if args.repair else verify(crew, check)
         return _report(args, check, damage, time.monotonic() - start)
 
-    return comm.run(body, lambda: check, args.workers)
+    return comm.run(body, check.fresh, args.workers)
 
 
-def _repair(
-    crew: comm.Crew, args: argparse.Namespace, check: ShardCheck, damage: list[Damage]
-) -> None:
+def _verify_and_repair(
+    crew: comm.Crew, args: argparse.Namespace, check: ShardCheck
+) -> list[Damage]:
+    """Check, make what is damaged anew, and check again; give what is damaged then."""
+    if restore_shard_table(check.storage()):
+        print(f"repaired {SHARDS_NAME} from the commit records")
+    damage = verify(crew, check)
+    if not damage:
+        return damage
     storage, manifest = check.opened()
     names = {item.shard for item in damage}
     print(f"damaged: {', '.join(sorted(names)[:SHOWN_DAMAGE])}")
-    work = make_work(args, read_plan(storage))
-    with Lease(storage, "vitscale verify --repair"):
-        count = repair(crew, work, storage, manifest, names)
+    work = make_work(args, read_plan(storage), frozenset(names))
+    with Lease(storage, PURPOSE):
+        count = repair(crew, work, storage, manifest)
     print(f"repaired {count} shards; checking again")
+    return verify(crew, check.fresh())
 
 
 def _report(
@@ -333,15 +354,21 @@ def _report(
         print(f"damaged shard={item.shard}{place} reason={item.reason}")
     if len(damage) > SHOWN_DAMAGE:
         print(f"and {len(damage) - SHOWN_DAMAGE} more; --out FILE has them all")
-    report: dict[str, object] = {"uri": args.uri, "level": args.level, "sound": not damage}
+    report: dict[str, object] = {
+        "uri": args.uri,
+        "level": args.level,
+        "sound": not damage,
+        "seconds": round(seconds, 2),
+    }
     if not any(item.shard == MANIFEST_NAME for item in damage):
         _, manifest = check.opened()
         report |= {
             "num_shards": manifest.num_shards,
             "num_samples": manifest.num_samples,
             "num_bytes": manifest.num_bytes,
-            "seconds": round(seconds, 2),
         }
+        if args.level != "head":
+            report["bytes_per_s"] = round(manifest.num_bytes / max(seconds, 1e-3))
     if args.out:
         with open(args.out, "w", encoding="utf-8") as file:
             json.dump({**report, "damage": [asdict(item) for item in damage]}, file, indent=2)

@@ -9,6 +9,7 @@ import pyarrow as pa
 import xxhash
 
 from data_prep.sources.build import Column, Entry, LabelValue, SourceOptions
+from vitscale.config.errors import UserError
 from vitscale.data.label_columns import NO_LABEL
 from vitscale.data.manifest import damaged, load_index, load_label_columns, load_manifest
 from vitscale.data.storage import Storage, open_storage
@@ -35,6 +36,11 @@ class PackedDataset:
             DataError: Its tables are damaged.
         """
         manifest = load_manifest(self._storage)
+        if manifest.format == "parquet":
+            raise UserError(
+                f"vitscale:{self._storage.uri} is an index over Parquet files; pack the files "
+                f"themselves, with parquet:{self._storage.uri}"
+            )
         for shard_id, shard in enumerate(manifest.shards.names):
             index = load_index(self._storage, manifest, shard_id)
             labels = zip(*map(_labels, index.columns.values()), strict=True)

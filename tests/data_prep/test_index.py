@@ -9,10 +9,13 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from data_prep.foreign_shards import Reading
 from data_prep.index import main
+from data_prep.survey import Doubles, SurveyWork
 from data_prep.verify import main as verify
 from tests.helpers.corpus import crop, encoded
 from tests.helpers.small_dataset import flip_byte
+from vitscale.config.errors import DataError
 from vitscale.data import open_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,8 +96,19 @@ def test_index_puts_what_cannot_be_used_into_the_ledger(shards, capsys):
         "b/3": "incomplete_sample",
     }
     assert len(open_dataset(shards)) == 16
+    said = capsys.readouterr().out
+    assert "incomplete_sample=2 not_an_image=1; such as:\n  webdataset:train-0009.tar/b/1" in said
     assert main([str(shards)]) == 2
     assert "is a dataset already" in capsys.readouterr().err
+
+
+def test_index_takes_an_empty_tar_among_others(shards, capsys):
+    write_tar(shards / "train-0009.tar", {})
+
+    assert main([str(shards), "--workers", "1"]) == 0
+
+    assert len(open_dataset(shards)) == 15
+    assert verify([str(shards), "--workers", "1"]) == 0
 
 
 def test_index_finds_later_damage_by_key(shards, capsys):
@@ -124,7 +138,7 @@ def test_index_names_keys_that_come_twice(shards, capsys):
     assert main([str(shards), "--workers", "1"]) == 3
 
     said = capsys.readouterr().err
-    assert "part/0003 in train-0000.tar and part/0003 in train-0005.tar" in said
+    assert "1 keys come twice, for example part/0003 in train-0000.tar and train-0005.tar" in said
 
 
 def test_index_limits_failures(shards, capsys):
@@ -138,7 +152,82 @@ def test_index_limits_failures(shards, capsys):
 def test_index_without_tars_says_so(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
 
-    assert "has no .tar files" in capsys.readouterr().err
+    assert "has no .tar or .parquet files" in capsys.readouterr().err
+
+
+def test_doubles_are_found_in_files_as_in_memory(shards, capsys):
+    write_tar(shards / "train-0005.tar", {**sample(3, "ant"), **sample(14, "ant")})
+    names = sorted(path.name for path in shards.glob("*.tar"))
+    reading = Reading(str(shards), "tar", ())
+    doubles = Doubles(held_rows=4)
+    for number, name in enumerate(names):
+        doubles.add(SurveyWork(reading)((number, name)))
+
+    with pytest.raises(DataError, match="2 keys come twice") as caught:
+        doubles.refuse(reading, names)
+
+    assert "part/0014 in train-0002.tar and train-0005.tar" in str(caught.value)
+
+
+def test_index_names_all_damaged_shards_and_leaves_them_out_when_asked(shards, capsys):
+    for name in ("train-0000.tar", "train-0002.tar"):
+        path = shards / name
+        path.write_bytes(path.read_bytes()[:700])
+
+    assert main([str(shards), "--workers", "1"]) == 3
+    said = capsys.readouterr().err
+    assert "2 of 3 shards" in said
+    assert "train-0000.tar" in said
+    assert "train-0002.tar" in said
+    assert main([str(shards), "--workers", "1", "--skip-damaged"]) == 0
+
+    assert {s.shard for s in open_dataset(shards)} == {"train-0001.tar"}
+    rows = [r for p in (shards / "ledger").iterdir() for r in pq.read_table(p).to_pylist()]
+    failed = {r["source"]: r["reason"] for r in rows if r["status"] == "failed"}
+    assert set(failed) == {"webdataset:train-0000.tar", "webdataset:train-0002.tar"}
+    assert all(reason.startswith("corrupt: ") for reason in failed.values())
+    assert verify([str(shards), "--workers", "1"]) == 0
+
+
+def test_index_goes_on_where_it_was_stopped(shards):
+    write_tar(shards / "train-0009.tar", {"b/1.jpg": b"<html>", "b/1.cls": b"3"})
+    assert main([str(shards), "--max-bad", "0", "--workers", "1"]) == 3
+    records = sorted((shards / "_commit").glob("shard-*.json"))
+    before = [path.stat().st_mtime_ns for path in records]
+
+    assert main([str(shards), "--workers", "1"]) == 0
+
+    assert len(records) == 4
+    assert [path.stat().st_mtime_ns for path in records] == before
+
+
+def test_repair_of_an_indexed_dataset_says_what_to_do(shards, capsys):
+    assert main([str(shards), "--workers", "1"]) == 0
+    flip_byte(shards / "train-0000.index.parquet", 50)
+
+    assert verify([str(shards), "--repair", "--source", f"webdataset:{shards}"]) == 2
+
+    assert "was made by `vitscale index`" in capsys.readouterr().err
+
+
+def test_index_refuses_compressed_tars_by_name(shards, capsys):
+    (shards / "train-0007.tar.gz").write_bytes(b"")
+
+    assert main([str(shards)]) == 2
+
+    assert "such as train-0007.tar.gz: unpack them" in capsys.readouterr().err
+
+
+def test_index_check_full_finds_what_does_not_decode(shards):
+    image = bytearray(encoded(crop(1, 64)))
+    start = image.index(b"\xff\xda") + 14
+    image[start : start + 40] = b"\xff\xd9" * 20
+    write_tar(shards / "train-0009.tar", {"b/1.jpg": bytes(image), "b/1.json": b'{"label": "ant"}'})
+
+    assert main([str(shards), "--workers", "1", "--check", "full"]) == 0
+
+    (row,) = pq.read_table(shards / "ledger" / "train-0009.parquet").to_pylist()
+    assert (row["status"], row["key"]) == ("failed", "b/1")
 
 
 @pytest.mark.mpi

@@ -2,6 +2,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from data_prep.pack import main as pack
@@ -104,4 +105,43 @@ def test_verify_counts_ledger_rows(packed, capsys):
 
     assert verify([str(out), "--workers", "1"]) == 3
 
-    assert "the ledger has 31 rows, 32 inputs" in capsys.readouterr().out
+    assert "num_failed is 2, the tables have 1" in capsys.readouterr().out
+
+
+def test_repair_brings_back_commit_records(packed):
+    source, out = packed
+    wanted = object_hashes(out)
+    (out / "_commit" / "shard-000001.json").unlink()
+    flip_byte(out / "_commit" / "shard-000002.json", 30)
+    assert verify([str(out), "--level", "head"]) == 3
+
+    assert repair(source, out) == 0
+
+    assert object_hashes(out) == wanted
+
+
+def test_repair_publishes_nothing_that_comes_out_otherwise(packed, capsys):
+    source, out = packed
+    (out / "shard-000000.index.parquet").unlink()
+    spoilt = object_hashes(out)
+    # The same name and size, so that the plan is the same.
+    ledger = pq.read_table(out / "ledger" / "shard-000000.parquet").to_pylist()
+    name = next(row["source"] for row in ledger if row["status"] == "packed").partition(":")[2]
+    path = source / name
+    flip_byte(path, path.stat().st_size // 2)
+
+    assert repair(source, out) == 3
+
+    assert "came out with sha256" in capsys.readouterr().err
+    assert object_hashes(out) == spoilt
+
+
+def test_repair_leaves_alone_what_is_not_in_the_manifest(packed, capsys):
+    source, out = packed
+    extra = out / "shard-000099.index.parquet"
+    extra.write_bytes(b"of an older run")
+
+    assert repair(source, out) == 3
+
+    assert f"shard={extra.name} reason=is not in the manifest; remove it" in capsys.readouterr().out
+    assert extra.exists()

@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -6,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from data_prep.pack import main as pack
-from data_prep.show import main as show
 from data_prep.verify import main as verify
 from tests.helpers.corpus import crop, encoded, make_folder
 from vitscale.data import open_dataset
@@ -44,6 +44,8 @@ def test_verify_sound_dataset(dataset, level, capsys, tmp_path):
     assert report["sound"] is True
     assert report["damage"] == []
     assert report["num_samples"] == 12
+    assert report["seconds"] >= 0
+    assert level == "head" or report["bytes_per_s"] > 0
     assert capsys.readouterr().out.startswith("sound ")
 
 
@@ -134,6 +136,69 @@ def test_verify_damaged_index_is_found_by_hash(dataset, capsys):
     assert "damaged shard=shard-000001.index.parquet" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("shard_format", ["tar", "arrow"])
+def test_verify_finds_any_flipped_byte(tmp_path, shard_format):
+    source = make_folder(tmp_path / "in", {"a": 5, "b": 3})
+    (source / "b" / "bad").write_bytes(b"no image")
+    out = tmp_path / "out"
+    words = ["--source", f"imagefolder:{source}", "--out", str(out), "--shard-bytes", "10KB"]
+    assert pack([*words, "--format", shard_format, "--workers", "1"]) == 0
+    missed = []
+    for path in sorted(path for path in out.rglob("*") if path.is_file()):
+        size = path.stat().st_size
+        for offset in {0, size // 3, size // 2, size - 2, size - 1}:
+            flip(path, offset)
+            if verify([str(out), "--workers", "1"]) not in (2, 3):
+                missed.append((path.name, offset))
+            flip(path, offset)
+
+    assert not missed
+    assert verify([str(out), "--workers", "1"]) == 0
+
+
+def test_verify_finds_every_changed_value_of_the_manifest(dataset, capsys):
+    path = root_of(dataset) / "manifest.json"
+    whole = path.read_text()
+    values = json.loads(whole)
+    for name, value in values.items():
+        other = value + 1 if isinstance(value, int) else f"{value}x"
+        path.write_text(json.dumps({**values, name: other}, sort_keys=True, indent=2) + "\n")
+        assert run(dataset, "hash") in (2, 3), name
+    path.write_text(whole)
+
+    assert run(dataset, "hash") == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["shard-000099.tar", "shard-000007.index.parquet", "ledger/shard-000099.parquet"]
+)
+def test_verify_names_what_does_not_belong(dataset, capsys, name):
+    (root_of(dataset) / name).write_bytes(b"of an older run")
+
+    assert run(dataset, "head") == 3
+
+    assert f"damaged shard={name} reason=is not in the manifest" in capsys.readouterr().out
+
+
+def test_verify_swapped_objects_are_named(dataset, capsys):
+    first, second = (root_of(dataset) / f"shard-00000{n}.tar" for n in (0, 1))
+    data = first.read_bytes(), second.read_bytes()
+    first.write_bytes(data[1])
+    second.write_bytes(data[0])
+
+    assert run(dataset, "hash") == 3
+
+    out = capsys.readouterr().out
+    assert "shard=shard-000000.tar" in out
+    assert "shard=shard-000001.tar" in out
+
+
+def test_verify_takes_a_copy_without_what_is_for_the_packer(dataset):
+    shutil.rmtree(root_of(dataset) / "_commit")
+
+    assert run(dataset, "hash") == 0
+
+
 def test_verify_undecodable_image_is_found_by_decode(tmp_path, capsys):
     source = make_folder(tmp_path / "in", {"a": 3})
     victim = source / "a" / "img_00001.jpg"
@@ -172,27 +237,32 @@ def test_verify_missing_dataset_is_a_user_error(tmp_path, capsys):
     assert "no dataset at" in capsys.readouterr().err
 
 
-def test_show_prints_and_saves_samples(dataset, capsys, tmp_path):
-    assert show([str(root_of(dataset)), "--num", "3", "--save", str(tmp_path / "look")]) == 0
+@pytest.mark.mpi
+def test_verify_under_mpi_finds_the_same(dataset, tmp_path):
+    sample = dataset[5]
+    flip(root_of(dataset) / sample.shard, sample.offset + 5)
+    mpiexec = Path(sys.executable).with_name("mpiexec")
 
-    out = capsys.readouterr().out
-    assert "num_samples=12 num_classes=2" in out
-    assert out.count("key=") == 3
-    for sample in [dataset[0], dataset[1], dataset[2]]:
-        assert (
-            tmp_path / "look" / f"{sample.key}.{sample.image_format}"
-        ).read_bytes() == sample.image
+    done = subprocess.run(
+        [mpiexec, "-n", "3", sys.executable, "-m", "data_prep.verify", root_of(dataset),
+         "--out", tmp_path / "r.json"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
 
-
-def test_show_finds_a_key(dataset, capsys):
-    wanted = dataset[9]
-
-    assert show([str(root_of(dataset)), "--key", wanted.key]) == 0
-
-    assert f"key={wanted.key} label={wanted.label} class=" in capsys.readouterr().out
+    assert done.returncode == 3, done.stderr
+    (damage,) = json.loads((tmp_path / "r.json").read_text())["damage"]
+    assert damage["key"] == sample.key
+    assert done.stdout.count("DAMAGED (1)") == 1
 
 
-def test_show_unknown_key_is_named(dataset, capsys):
-    assert show([str(root_of(dataset)), "--key", "nobody"]) == 2
+@pytest.mark.mpi
+def test_verify_under_mpi_says_what_is_wrong_once(tmp_path):
+    mpiexec = Path(sys.executable).with_name("mpiexec")
 
-    assert "no sample 'nobody'; keys look like '000000000'" in capsys.readouterr().err
+    done = subprocess.run(
+        [mpiexec, "-n", "3", sys.executable, "-m", "data_prep.verify", tmp_path],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+    assert done.returncode == 2
+    assert done.stderr.count("no dataset at") == 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from vitscale.config.errors import DataError
 from vitscale.data.label_columns import LabelColumn
 from vitscale.data.manifest import (
     Manifest,
@@ -21,6 +22,7 @@ from vitscale.data.manifest import (
     load_label_columns,
     load_manifest,
 )
+from vitscale.data.parquet_shard import ParquetShard, RowGroups, open_stored
 from vitscale.data.storage import Storage, open_storage
 from vitscale.data.view import view_of
 
@@ -59,6 +61,9 @@ class Dataset:
         self.manifest = manifest
         self._starts = manifest.shards.starts
         self._indexes: OrderedDict[int, ShardIndex] = OrderedDict()
+        # The latest Parquet file, by name.
+        self._parquet: dict[str, ParquetShard] = {}
+        self._groups = RowGroups()
 
     @property
     def class_names(self) -> list[str]:
@@ -94,6 +99,11 @@ class Dataset:
     def __iter__(self) -> Iterator[Sample]:
         for shard_id, shard in enumerate(self.manifest.shards.names):
             index = self._index(shard_id)
+            if self.manifest.format == "parquet":
+                for row in range(len(index)):
+                    data = self._read(shard, int(index.offsets[row]), 0)
+                    yield self._sample(shard, index, row, data)
+                continue
             first = 0
             while first < len(index):
                 start = int(index.offsets[first])
@@ -118,9 +128,20 @@ class Dataset:
 
     def _read(self, shard: str, offset: int, num_bytes: int) -> bytes:
         try:
+            if self.manifest.format == "parquet":
+                return self._read_row(shard, offset)
             return self.storage.read_range(shard, offset, num_bytes)
         except FileNotFoundError:
             raise damaged(self.storage.uri, shard, "is missing") from None
+
+    def _read_row(self, shard: str, row: int) -> bytes:
+        try:
+            if shard not in self._parquet:
+                column = self.manifest.image["column"]
+                self._parquet = {shard: open_stored(self.storage, shard, column, self._groups)}
+            return self._parquet[shard].image(row) or b""
+        except DataError as error:
+            raise damaged(self.storage.uri, shard, str(error), offset=row) from error
 
     def _sample(self, shard: str, index: ShardIndex, row: int, data: bytes) -> Sample:
         key, offset = index.keys[row], int(index.offsets[row])

@@ -3,7 +3,8 @@
     URI/manifest.json                written last, so it says that the rest is whole
     URI/shards.parquet               one row a shard: SHARDS_SCHEMA
     URI/shard-000000.tar             samples in the order of their keys (tar_shard.py), or
-    URI/shard-000000.arrow           the same samples (arrow_shard.py)
+    URI/shard-000000.arrow           the same samples (arrow_shard.py), or
+    URI/anything.parquet             samples in a file of somebody else (parquet_shard.py)
     URI/shard-000000.index.parquet   one row a sample: INDEX_FIELDS and the label columns
     URI/labels.json                  label columns with class names (label_columns.py)
     URI/labels/                      label columns that were added later (label_sidecar.py)
@@ -33,7 +34,7 @@ from vitscale.data.storage import Storage
 MANIFEST_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 SHARDS_NAME = "shards.parquet"
-FORMATS = ("tar", "arrow")
+FORMATS = ("tar", "arrow", "parquet")
 
 SHARDS_SCHEMA = pa.schema(
     [
@@ -47,7 +48,7 @@ SHARDS_SCHEMA = pa.schema(
 )
 INDEX_FIELDS = (
     pa.field("key", pa.string()),
-    # of the image bytes, from the start of the shard file
+    # of the image bytes, from the start of the shard file; the row in a Parquet file
     pa.field("offset", pa.int64()),
     pa.field("num_bytes", pa.int64()),
     # px, as stored
@@ -106,6 +107,7 @@ class Manifest:
     # names the samples (key, image hash, labels, in order) whatever the kind of shard
     samples_sha256: str
     # how images were treated: {"policy": "keep"} or {"policy": "resize", "side": .., "quality": ..}
+    # and so on; of Parquet files also the "column" with the images
     image: dict[str, Any]
     # [{"name": .., "sha256": ..}] of the ledger files
     ledger: list[dict[str, str]]
@@ -126,7 +128,7 @@ class ShardIndex:
     """The rows of one shard's index, in the order of the shard."""
 
     keys: list[str]
-    # of the image bytes, from the start of the shard file
+    # of the image bytes, from the start of the shard file; rows of a Parquet file
     offsets: npt.NDArray[np.int64]
     num_bytes: npt.NDArray[np.int64]
     # classes in the default label column; of a multi-label one the first class, -1 for none
@@ -242,7 +244,7 @@ def load_manifest(storage: Storage) -> Manifest:
     if values.get("format") not in FORMATS:
         raise UserError(
             f"{storage.uri}: format {values.get('format')!r} cannot be read, only "
-            f"{' and '.join(FORMATS)}; pack again"
+            f"{', '.join(FORMATS)}; pack again"
         )
     try:
         shards = _load_shards(storage, values["shards_sha256"], values["num_shards"])

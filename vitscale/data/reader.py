@@ -13,6 +13,7 @@ from vitscale.config.errors import DataError
 from vitscale.data.audit import hash_key
 from vitscale.data.cache import ShardCache
 from vitscale.data.manifest import Manifest, damaged, load_index
+from vitscale.data.parquet_shard import ParquetShard, RowGroups, open_descriptor
 from vitscale.data.storage import Storage
 
 
@@ -36,6 +37,8 @@ class _OpenShard:
     xxh3: NDArray[np.uint64]
     # UTF-8 in a fixed width: a list of str would take five times the memory of all the rest.
     keys: NDArray[np.bytes_]
+    # Reads it by rows, where it is a Parquet file.
+    parquet: ParquetShard | None
 
 
 class ShardReader:
@@ -54,6 +57,7 @@ class ShardReader:
         self.storage, self.manifest, self.cache = storage, manifest, cache
         self.max_open = max_open
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()
+        self._groups = RowGroups()
 
     def read(self, shard_id: int, index: int) -> Record:
         """Read one sample; a damaged copy is fetched or read once more.
@@ -72,6 +76,7 @@ class ShardReader:
         image, problem = _checked(shard, index)
         if problem:
             del self._open[shard_id]
+            self._groups.drop(self.manifest.shards.names[shard_id])
             self.cache.discard(shard_id, shard.descriptor)
             shard = self._shard(shard_id)
             image, problem = _checked(shard, index)
@@ -109,20 +114,39 @@ class ShardReader:
         while len(self._open) >= max(most, 1):
             os.close(self._open.popitem(last=False)[1].descriptor)
         index = load_index(self.storage, self.manifest, shard_id)
+        descriptor = self.cache.open(shard_id)
         self._open[shard_id] = _OpenShard(
-            descriptor=self.cache.open(shard_id),
+            descriptor=descriptor,
             offsets=index.offsets,
             num_bytes=index.num_bytes,
             labels=index.labels,
             xxh3=index.xxh3,
             keys=np.array([key.encode() for key in index.keys]),
+            parquet=self._parquet(shard_id, descriptor),
         )
         return self._open[shard_id]
 
+    def _parquet(self, shard_id: int, descriptor: int) -> ParquetShard | None:
+        if self.manifest.format != "parquet":
+            return None
+        name = self.manifest.shards.names[shard_id]
+        try:
+            return open_descriptor(descriptor, name, self.manifest.image["column"], self._groups)
+        except DataError as error:
+            os.close(descriptor)
+            raise damaged(self.storage.uri, name, str(error)) from error
+
 
 def _checked(shard: _OpenShard, index: int) -> tuple[bytes, str]:
-    num_bytes = int(shard.num_bytes[index])
-    image = _pread(shard.descriptor, num_bytes, int(shard.offsets[index]))
+    num_bytes, offset = int(shard.num_bytes[index]), int(shard.offsets[index])
+    try:
+        image = (
+            _pread(shard.descriptor, num_bytes, offset)
+            if shard.parquet is None
+            else shard.parquet.image(offset) or b""
+        )
+    except DataError as error:
+        return b"", str(error)
     if len(image) < num_bytes:
         return image, f"the file ends after {len(image)} of the sample's {num_bytes} bytes"
     wanted, found = int(shard.xxh3[index]), xxhash.xxh3_64_intdigest(image)
