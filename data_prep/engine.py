@@ -246,6 +246,8 @@ def _work(
     total = int(sum(plan.bounds[number + 1] - plan.bounds[number] for number in missing))
     if isinstance(crew, LocalCrew):
         work.warm_up()
+    # What planning took and gave back must not be counted again in every process.
+    pa.default_memory_pool().release_unused()
     # In this order: processes are forked by map, and must be before there is a thread.
     results = crew.map(work, (plan.task(number) for number in missing))
     lease.start()

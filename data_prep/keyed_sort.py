@@ -14,7 +14,8 @@ from typing import BinaryIO
 import numpy as np
 import pyarrow as pa
 
-HELD_ROWS = 1 << 16
+HELD_ROWS = 1 << 14
+MANY_ROWS, MAX_HELD_ROWS = 1 << 18, 1 << 20
 NUM_BUCKETS = 256
 # the key's upper and lower half, fields of every row
 HIGH, LOW = "high", "low"
@@ -28,13 +29,15 @@ class KeyedSort:
 
     Args:
         schema: Of the rows; has HIGH and LOW, uint64.
-        held_rows: Rows to hold in memory.
+        held_rows: Rows to hold in memory at a time; behind MANY_ROWS it is MAX_HELD_ROWS, since
+            dealing out costs time and there is no other use for the memory of a big job.
     """
 
     schema: pa.Schema
     held_rows: int = HELD_ROWS
     _held: list[pa.Table] = field(default_factory=list, init=False)
     _num_held: int = field(default=0, init=False)
+    _num_dealt: int = field(default=0, init=False)
     _buckets: list["_Bucket"] = field(default_factory=list, init=False)
 
     def add(self, rows: pa.Table) -> None:
@@ -61,6 +64,9 @@ class KeyedSort:
             return
         rows = pa.concat_tables(self._held)
         self._held, self._num_held = [], 0
+        self._num_dealt += rows.num_rows
+        if self._num_dealt >= MANY_ROWS:
+            self.held_rows = max(self.held_rows, MAX_HELD_ROWS)
         bucket_of = (rows[HIGH].to_numpy() >> np.uint64(56)).astype(np.int64)
         order = np.argsort(bucket_of, kind="stable")
         ends = np.cumsum(np.bincount(bucket_of, minlength=NUM_BUCKETS))

@@ -110,6 +110,7 @@ class ShardWork:
         """Write one shard."""
         start = time.monotonic()
         record = _Shard(task, self).write()
+        pa.default_memory_pool().release_unused()
         rank = launcher_rank()
         worker = f"pid{os.getpid()}" if rank is None else f"rank{rank}"
         return Done(record, worker, time.monotonic() - start)
