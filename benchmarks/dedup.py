@@ -1,6 +1,6 @@
 """How many planted copies `vitscale dedup` finds, how many others it takes for copies, how fast.
 
-    python benchmarks/dedup.py [--samples 5000] [--images DIR] [--near 8] [--work DIR]
+    python benchmarks/dedup.py [--samples 5000] [--images DIR] [--seed 0] [--near 8]
     python benchmarks/dedup.py --speed
 
 The training set holds pictures that are all different: those of --images, or patchworks of
@@ -78,22 +78,23 @@ def found_in(folder: Path) -> Iterator[Image.Image]:
             yield picture
 
 
-def drawn() -> Iterator[Image.Image]:
+def drawn(seed: int) -> Iterator[Image.Image]:
     """Give patchworks and scenes in turn."""
-    number = 0
+    number = seed * 1_000_000
     while True:
         yield collage(number) if number % 2 == 0 else scene(number)
         number += 1
 
 
-def make_sets(root: Path, samples: int, images: Path | None) -> tuple[int, int]:
+def make_sets(root: Path, samples: int, images: Path | None, seed: int) -> tuple[int, int]:
     """Write the folders: train with all pictures, one test folder a kind.
 
     Returns:
         How many pictures there are, and of how many there are copies.
     """
+    pictures = found_in(images) if images else drawn(seed)
     count = planted = 0
-    for number, picture in enumerate(islice(found_in(images) if images else drawn(), samples)):
+    for number, picture in enumerate(islice(pictures, samples)):
         data = saved(picture, quality=92)
         write(root / "train", number, data)
         count += 1
@@ -191,6 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--samples", type=int, default=5000)
     parser.add_argument("--images", type=Path, metavar="DIR", help="pictures to use")
+    parser.add_argument("--seed", type=int, default=0, help="other seeds draw other pictures")
     parser.add_argument("--near", type=int, default=8)
     parser.add_argument("--work", type=Path, help="folder for the sets; empty or new")
     parser.add_argument("--speed", action="store_true", help="measure the matching alone")
@@ -206,7 +208,7 @@ def main() -> None:
         return
     with contextlib.ExitStack() as stack:
         root = args.work or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        count, planted = make_sets(root, args.samples, args.images)
+        count, planted = make_sets(root, args.samples, args.images, args.seed)
         print(f"{count} pictures, copies of {planted}")
         for name in ("train", *KINDS):
             words = ["--source", f"imagefolder:{root / name}", "--out", str(root / f"{name}-out")]

@@ -9,7 +9,7 @@ from data_prep.copies import Copies, Copy
 from vitscale.data.decode import decode_rgb
 from vitscale.data.exclusion import split_place
 
-TILE, GAP, TEXT = 160, 12, 40
+TILE, GAP, TEXT = 160, 8, 40
 PAIRS_ACROSS, PAIRS_DOWN = 3, 6
 MAX_PAGES = 10
 _SHOWN_CHARS = 26
@@ -46,7 +46,7 @@ def _page_name(place: str, page: int) -> str:
 
 
 def _page(copies: Copies, shown: Sequence[Copy]) -> Image.Image:
-    width, height = 2 * TILE + GAP, TILE + TEXT
+    width, height = 2 * TILE + 3 * GAP, TILE + TEXT
     rows = -(-len(shown) // PAIRS_ACROSS)
     sheet = Image.new("RGB", (PAIRS_ACROSS * width, rows * height), "white")
     draw = ImageDraw.Draw(sheet)
@@ -57,9 +57,9 @@ def _page(copies: Copies, shown: Sequence[Copy]) -> Image.Image:
             stored = copies.datasets[dataset][sample]
             picture = Image.fromarray(decode_rgb(stored.image, 3))
             picture.thumbnail((TILE, TILE))
-            sheet.paste(picture, (left + side * TILE, top))
+            sheet.paste(picture, (left + side * (TILE + GAP), top))
             key = stored.key[-_SHOWN_CHARS:]
-            draw.text((left + side * TILE + 2, top + TILE), key, "black")
+            draw.text((left + side * (TILE + GAP) + 2, top + TILE), key, "black")
         text = f"{copy.reason} {copy.distance:.3g}  {copies.uris[copy.dataset][-_SHOWN_CHARS:]}"
         draw.text((left + 2, top + TILE + TEXT // 2 - 4), text, "black")
     return sheet

@@ -23,7 +23,7 @@ from data_prep.copies import Copies, Copy
 from data_prep.fingerprint import Fingerprints, FingerprintWork
 from data_prep.fingerprint_cache import FingerprintCache
 from data_prep.groups import Groups
-from data_prep.near import CHUNK_ROWS, ExactIndex, NearIndex, Pairs
+from data_prep.near import ExactIndex, NearIndex, Pairs
 from vitscale.config.errors import EXIT_DONE, UserError, exit_code_of
 from vitscale.data.dataset import open_dataset
 from vitscale.data.exclusion import split_place, write_exclusions
@@ -157,11 +157,7 @@ class Comparison:
         index = NearIndex(self._table, bits)
         yield index.same()
         progress = Progress(len(self._table), "pictures", "compare")
-        for start in range(0, len(self._table), CHUNK_ROWS):
-            part = self._table.part(start, start + CHUNK_ROWS)
-            for pairs in index.search(part):
-                yield pairs._replace(row=pairs.row + start)
-            progress.update(len(part))
+        yield from index.search(self._table, progress.update)
         progress.close()
 
     def _match_features(self, groups: Groups) -> None:

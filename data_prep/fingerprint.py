@@ -17,7 +17,7 @@ FINGERPRINT_VERSION = 1
 # The picture is brought to this size, px, before its hashes: all of them see the same.
 THUMBNAIL = 64
 # Columns of the array that holds fingerprints.
-_WIDTH = 7
+FINGERPRINT_WIDTH = 7
 # Mean colours of the quarters of a picture: four times three values of so many bits.
 COLOUR_BITS = 5
 _QUARTERS, _VALUES = 2, 12
@@ -64,7 +64,7 @@ class Fingerprints:
     @classmethod
     def empty(cls, count: int) -> "Fingerprints":
         """Make room for so many."""
-        return cls.from_array(np.empty((count, _WIDTH), np.uint64))
+        return cls.from_array(np.empty((count, FINGERPRINT_WIDTH), np.uint64))
 
 
 @dataclass

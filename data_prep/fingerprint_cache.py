@@ -5,7 +5,7 @@ import io
 import numpy as np
 import numpy.typing as npt
 
-from data_prep.fingerprint import FINGERPRINT_VERSION
+from data_prep.fingerprint import FINGERPRINT_VERSION, FINGERPRINT_WIDTH
 from vitscale.data.manifest import Manifest
 from vitscale.data.storage import Storage
 
@@ -32,9 +32,8 @@ class FingerprintCache:
             array = np.load(io.BytesIO(self._storage.read_bytes(name)), allow_pickle=False)
         except (ValueError, OSError, EOFError):
             return None  # taken anew
-        count = int(manifest.shards.num_samples[shard_id])
-        whole = array.dtype == np.uint64 and array.ndim == 2 and len(array) == count
-        return array if whole else None
+        shape = int(manifest.shards.num_samples[shard_id]), FINGERPRINT_WIDTH
+        return array if array.dtype == np.uint64 and array.shape == shape else None
 
     def keep(self, manifest: Manifest, shard_id: int, array: npt.NDArray[np.uint64]) -> None:
         """Write the fingerprints of a shard."""
@@ -46,6 +45,9 @@ class FingerprintCache:
         """Remove all."""
         for name in self._storage.list(self._folder):
             self._storage.delete(name)
+        folder = self._storage.local_path(self._folder)
+        if folder is not None and folder.is_dir():
+            folder.rmdir()
 
     def _name(self, manifest: Manifest, shard_id: int) -> str:
         # The dataset's own hash: of another dataset nothing is taken, nor of one that was replaced.

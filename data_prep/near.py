@@ -6,7 +6,7 @@ al., arXiv:1307.2982). Nothing is missed. How many bands are best depends on the
 many hashes there are; where no banding pays, all pairs are compared by the same code.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import combinations
 from math import comb
 from typing import NamedTuple
@@ -62,11 +62,19 @@ class NearIndex:
     Args:
         others: The set.
         bits: Most differing bits of a match, 0 to 64.
+        chunk_rows: Rows that are looked up in one go.
         chunk_pairs: Pairs that are compared in one go.
     """
 
-    def __init__(self, others: Fingerprints, bits: int, chunk_pairs: int = CHUNK_PAIRS) -> None:
-        self._bits, self._chunk_pairs = bits, chunk_pairs
+    def __init__(
+        self,
+        others: Fingerprints,
+        bits: int,
+        *,
+        chunk_rows: int = CHUNK_ROWS,
+        chunk_pairs: int = CHUNK_PAIRS,
+    ) -> None:
+        self._bits, self._chunk_rows, self._chunk_pairs = bits, chunk_rows, chunk_pairs
         rows = np.tile(np.arange(len(others.phash)), 2)
         phash, dhash = others.phash.T.ravel(), others.dhash.T.ravel()
         kept = ~is_flat(phash, dhash)
@@ -87,14 +95,20 @@ class NearIndex:
         """Give pairs within the set whose hashes are equal: every one with the first such."""
         return self._same
 
-    def search(self, own: Fingerprints) -> Iterator[Pairs]:
+    def search(
+        self, own: Fingerprints, done: Callable[[int], object] | None = None
+    ) -> Iterator[Pairs]:
         """Find all close pairs; `Pairs` come in pieces, a pair more than once.
 
         Of pictures of the set with equal hashes only the first is named.
+
+        Args:
+            own: Whose pictures to look up.
+            done: Told of so many more rows that are finished.
         """
-        asked = np.flatnonzero(~is_flat(own.phash[:, 0], own.dhash[:, 0]))
-        for top in range(0, len(asked), CHUNK_ROWS):
-            rows = asked[top : top + CHUNK_ROWS]
+        for top in range(0, len(own), self._chunk_rows):
+            part = own.part(top, top + self._chunk_rows)
+            rows = top + np.flatnonzero(~is_flat(part.phash[:, 0], part.dhash[:, 0]))
             phash = own.phash[rows, 0]
             for band in self._bands:
                 values = (phash >> np.uint64(band.shift)) & np.uint64((1 << band.width) - 1)
@@ -104,6 +118,8 @@ class NearIndex:
                         found = self._compared(own, rows[at], codes)
                         if len(found.row):
                             yield found
+            if done is not None:
+                done(len(part))
 
     def closest(self, own: Fingerprints) -> Pairs:
         """Find for every row the closest of the set, the first of several, if there is one."""

@@ -3,6 +3,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import xxhash
@@ -11,11 +12,12 @@ from PIL import Image
 from data_prep.dedup import main
 from data_prep.pack import main as pack
 from tests.helpers.collages import collage, copies, saved
-from tests.helpers.small_dataset import flip_byte, local_dataset
+from tests.helpers.small_dataset import flip_byte, local_dataset, write_dataset
 from vitscale.config.errors import DataError, UserError
 from vitscale.data import open_dataset
 from vitscale.data.decode import decode_rgb
 from vitscale.data.exclusion import exclusions_bytes, load_exclusions
+from vitscale.data.storage import open_storage
 
 KINDS = ("exact", "encoded", "resized", "flipped", "cropped")
 SHARDS, NUM_TRAIN, NUM_PLANTED, NUM_OTHERS = [70, 0, 60, 70], 200, 24, 8
@@ -115,6 +117,20 @@ def test_dedup_exact_leaves_near_ones(sets, tmp_path):
     assert {row["against"] for row in rows} == {sets["exact"]}
 
 
+def test_dedup_works_on_s3(pictures, tmp_path, s3_uri):
+    images = dict(enumerate([pictures[n] for n in range(8)]))
+    write_dataset(open_storage(f"{s3_uri}/train"), [5, 3], images=images)
+    local_dataset(tmp_path / "test", [1], images={0: copies(pictures[6], 0)["encoded"]})
+    place = f"{s3_uri}/lists/x.parquet"
+    words = ["--against", str(tmp_path / "test"), "--sheet", f"{s3_uri}/sheet"]
+
+    assert main(["--train", f"{s3_uri}/train", "--out", place, "--workers", "1", *words]) == 0
+
+    assert load_exclusions(place).keys == {key_of(6)}
+    assert open_storage(s3_uri).list("lists/") == ["lists/x.parquet"]
+    assert open_storage(s3_uri).list("sheet/") == ["sheet/pairs-00.png"]
+
+
 def with_copies(root: Path, pictures: dict[int, bytes]) -> str:
     """Ten pictures, then four kinds of copy of the first three."""
     images = [pictures[n] for n in range(10)]
@@ -186,7 +202,7 @@ def test_dedup_goes_on_where_it_was_ended(sets, pictures, tmp_path, capsys):
     rows = dedup(str(train), tmp_path / "y", "--against", sets["encoded"])
 
     assert rows == whole
-    assert not list(tmp_path.glob("y.fingerprints/*"))
+    assert not (tmp_path / "y.fingerprints").exists()
 
 
 def test_dedup_takes_damaged_fingerprints_anew(sets, pictures, tmp_path, capsys):
@@ -200,6 +216,7 @@ def test_dedup_takes_damaged_fingerprints_anew(sets, pictures, tmp_path, capsys)
     assert kept
     for path in kept:
         path.write_bytes(path.read_bytes()[:-9])
+    np.save(kept[0], np.zeros((70, 6), np.uint64))
 
     assert dedup(str(train), tmp_path / "x", "--self") == []
 
@@ -243,8 +260,8 @@ def test_dedup_writes_sheets_of_pairs(sets, tmp_path, place, names):
     first, second = (decode_rgb((tmp_path / name).read_bytes(), 3) for name in names)
     # 18 of the 24 pairs in six rows, then 6 in two; equal pictures side by side
     assert first.shape == (3 * second.shape[0], *second.shape[1:])
-    pair = first[:SIDE, : 2 * 160].astype(int)
-    assert abs(pair[:, :SIDE] - pair[:, 160 : 160 + SIDE]).max() == 0
+    pair = first[:SIDE, : 2 * 168].astype(int)
+    assert abs(pair[:, :SIDE] - pair[:, 168 : 168 + SIDE]).max() == 0
     assert pair.std() > 20
 
 
@@ -290,3 +307,11 @@ def test_load_exclusions_refuses_other_files(tmp_path, sets):
     (tmp_path / "cut").write_bytes(data[: len(data) // 2])
     with pytest.raises(DataError, match="is no list of excluded images"):
         load_exclusions(str(tmp_path / "cut"))
+
+
+def test_exclusions_bytes_do_not_depend_on_the_order():
+    rows = [{"shard": f"s{n % 2}", "key": key_of(n), "xxh3_64": n} for n in range(4)]
+
+    data = exclusions_bytes(rows, "0" * 64, {"near_bits": 8})
+
+    assert exclusions_bytes(rows[::-1], "0" * 64, {"near_bits": 8}) == data

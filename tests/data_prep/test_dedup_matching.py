@@ -49,7 +49,7 @@ def distances_of_all(own: Fingerprints, others: Fingerprints, bits: int) -> np.n
 @pytest.mark.parametrize(("count", "chunk_pairs"), [(40, 7), (3000, 1 << 14)])
 def test_near_index_agrees_with_comparing_all_pairs(bits, count, chunk_pairs):
     own, others = clustered(1, 150, bits // 2 + 1), clustered(2, count, bits // 2 + 1)
-    index = NearIndex(others, bits, chunk_pairs)
+    index = NearIndex(others, bits, chunk_rows=64, chunk_pairs=chunk_pairs)
 
     found = index.closest(own)
 
@@ -61,11 +61,31 @@ def test_near_index_agrees_with_comparing_all_pairs(bits, count, chunk_pairs):
     assert found.other.tolist() == wanted[rows].argmin(axis=1).tolist()
 
 
+@pytest.mark.parametrize("bits", [1, 3, 6, 8, 9, 12, 20])
+def test_near_index_misses_none_that_is_just_near_enough(bits):
+    """Every row has one other that differs in `bits` bits, anywhere, among many strangers."""
+    rng = np.random.default_rng(bits)
+    own = rng.integers(0, 2**64, (300, 7), np.uint64)
+    others = rng.integers(0, 2**64, (5000, 7), np.uint64)
+    others[:300, 4:] = own[:, 4:]
+    for row in range(300):
+        flips = sum(1 << int(bit) for bit in rng.choice(64, bits, replace=False))
+        others[row, 2] = own[row, 2] ^ np.uint64(flips)
+    index = NearIndex(Fingerprints.from_array(others), bits)
+
+    found = index.closest(Fingerprints.from_array(own))
+
+    assert found.row.tolist() == found.other.tolist() == list(range(300))
+    assert set(found.distance.tolist()) == {bits}
+
+
 @pytest.mark.parametrize("bits", [0, 5])
 def test_near_index_joins_the_groups_of_comparing_all_pairs(bits):
     table = clustered(3, 400, 1 + bits // 2)
-    index = NearIndex(table, bits)
-    pieces = [index.same(), *index.search(table)]
+    index = NearIndex(table, bits, chunk_rows=150)
+    counts = []
+    pieces = [index.same(), *index.search(table, counts.append)]
+    assert counts == [150, 150, 100]
 
     groups, wanted = Groups(), Groups()
     for pairs in pieces:

@@ -54,6 +54,19 @@ def test_feature_table_finds_the_same_picture(weights, sets):
     assert min(found[3][1], found[6][1]) > 0.97
 
 
+def test_feature_table_finds_the_closest_of_many(weights):
+    embedder = load_embedder(weights, "cpu")
+    torch.manual_seed(1)
+    features = torch.nn.functional.normalize(torch.randn(17_000, 192), dim=1)
+    table = FeatureTable(embedder, 17_000)
+    table.put(torch.arange(17_000), features)
+
+    found = table.closest(features[[5, 16_900]], 0.9)
+
+    assert [(row, other) for row, other, _ in found] == [(0, 5), (1, 16_900)]
+    assert table.closest(-features[[5]], 0.9) == []
+
+
 def test_feature_table_pairs_are_those_of_comparing_all(weights):
     embedder = load_embedder(weights, "cpu")
     torch.manual_seed(1)

@@ -68,10 +68,10 @@ def test_pack_survives_kills(tmp_path: Path, launcher: list[str]):
 
 @pytest.mark.parametrize("ranks", [0, 3], ids=["processes", "mpi"])
 def test_pack_to_s3_survives_kills(tmp_path: Path, s3_server, s3_uri: str, ranks: int):
-    source = make_large_images(tmp_path / "in", 60, 3_500_000)
+    source = make_large_images(tmp_path / "in", 24, 3_500_000)
     rng = random.Random(ranks)
     began = time.monotonic()
-    words = ["--shard-bytes", "70MB"]
+    words = ["--shard-bytes", "20MB"]
     subprocess.run(pack_command(source, f"{s3_uri}/whole", ranks, *words), cwd=CHECKOUT, check=True)
     whole_s = time.monotonic() - began
     wanted = object_hashes_at(f"{s3_uri}/whole")
