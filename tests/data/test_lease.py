@@ -154,7 +154,12 @@ def _wait(condition) -> None:
 
 
 def test_lease_beats(storage):
+    def beats() -> int:
+        return json.loads(storage.read_bytes(f"{PREFIX}000001.json"))["beats"]
+
     lease = Lease(storage, "lively", beat_s=0.05)
     with lease:
+        assert beats() == 0
         lease.start()
-        _wait(lambda: json.loads(storage.read_bytes(f"{PREFIX}000001.json"))["beats"] >= 2)
+        _wait(lambda: beats() >= 2)
+        assert beats() >= 2
