@@ -17,7 +17,13 @@ def fields(**changes):
         "mlp_dim": None,
         "class_token": True,
         "global_pool": "token",
+        "reg_tokens": 0,
         "pos_embed": "learned",
+        "pos_embed_at": "stem",
+        "no_embed_class": False,
+        "block": "serial",
+        "mlp": "mlp",
+        "patch_drop_rate": 0.0,
     }
     return SimpleNamespace(**(defaults | changes))
 
@@ -84,7 +90,7 @@ def test_parse_variant_refuses_with_the_nearest_name(variant, hint):
 def test_resolve_shape_applies_each_override_alone():
     shape = resolve(fields(variant="Ti/4", img_size=12, embed_dim=64, depth=2, num_heads=4))
 
-    assert shape == ModelShape(64, 2, 4, 768, 4, (3, 3), 9, 1)
+    assert shape == ModelShape(64, 2, 4, 768, 4, (3, 3), 9, 1, 1)
 
 
 def test_resolve_shape_without_class_token_has_no_prefix():

@@ -32,6 +32,31 @@ def test_create_model_knows_both_sets_of_names(name, variant, img_size):
     assert model.config == ModelConfig(variant=variant, img_size=img_size, num_classes=10)
 
 
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("vit_tiny_r_s16_p8_384", {"variant": "R+Ti/16", "img_size": 384}),
+        ("vit_small_r26_s32_224", {"variant": "R26+S/32"}),
+        ("vit_base_r50_s16_384", {"variant": "R50+B/16", "img_size": 384}),
+        ("R50+ViT-L/32", {"variant": "R50+L/32"}),
+        ("R50+L/16", {"variant": "R50+L/16"}),
+        ("resnetv2_152x4_bit", {"variant": "R152x4"}),
+        ("R26x1", {"variant": "R26x1"}),
+        ("deit3_small_patch16_384", {"variant": "S/16", "img_size": 384, "no_embed_class": True,
+                                     "init_values": 1e-6}),
+        ("vit_base_patch16_siglip_512", {"variant": "B/16", "img_size": 512, "class_token": False,
+                                         "global_pool": "map"}),
+        ("vit_base_patch14_dinov2", {"variant": "B/14", "img_size": 518, "init_values": 1e-5}),
+        ("vit_base_patch14_dinov2_224", {"variant": "B/14", "init_values": 1e-5}),
+    ],
+)  # fmt: skip
+def test_create_model_knows_the_names_of_other_families(name, fields):
+    with torch.device("meta"):
+        model = create_model(name, num_classes=10)
+
+    assert model.config == ModelConfig(num_classes=10, **fields)
+
+
 def test_create_model_defaults_are_timms_numerics():
     config = create_model("Ti/16", 1, depth=1).config
 
@@ -58,6 +83,14 @@ def test_create_model_takes_a_config_and_overrides_it():
         (("vit_bas_patch16_224", 10), {}, ["vit_base_patch16_224"]),
         (("vit_base_patch16_224.augreg_in21k", 10), {}, ["vit_base_patch16_224", "tag"]),
         (("resnet50", 10), {}, ["unknown model"]),
+        (("resnetv2_50x1", 10), {}, ["resnetv2_50x1_bit"]),
+        (("resnetv2_34x1_bit", 10), {}, ["R34x1", "26, 50"]),
+        (("vit_base_r50_s8_224", 10), {}, ["vit_base_r50_s16_384"]),
+        (("vit_base_r26_s16_224", 10), {}, ["unknown model"]),
+        (("vit_base_patch16_gip_224", 10), {}, ["unknown model"]),
+        (("vit_base_patch16", 10), {}, ["vit_base_patch16_224"]),
+        (("R34+B/16", 10), {}, ["unknown hybrid", "R50+SIZE/16"]),
+        (("R50x1", 10), {"reg_tokens": 4}, ["reg_tokens = 4", "ResNet"]),
         (("", 10), {}, ["unknown model"]),
         (("ViT-b/16", 10), {}, ['"B/16"']),
     ],

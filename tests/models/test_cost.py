@@ -3,9 +3,12 @@ import sys
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from vitscale.config.errors import UserError
 from vitscale.config.recipe import ModelConfig
+from vitscale.models.build import create_model
 from vitscale.models.cost import (
     activation_bytes,
     forward_macs,
@@ -13,7 +16,6 @@ from vitscale.models.cost import (
     num_params,
     train_flops_per_example,
 )
-from vitscale.models.vit import VisionTransformer
 
 # Source: parameter counts at 224 px, timm 1.0.31: without head, with 1000 classes.
 PARAMS = {
@@ -55,6 +57,27 @@ MACS = {
     "g/14": "267.03 - - - -",
     "G/14": "483.75 - - - -",
 }
+# Hybrids and BiT ResNets: parameters and forward GMACs at 224 px, both with 1000 classes.
+# Source: parameters of timm 1.0.31; R50x1 and R152x4 without the head: arXiv:1912.11370 (928M).
+CONVOLUTIONAL = {
+    "R50+B/32": (110_945_832, "8.46"),
+    "R50+B/16": (98_659_112, "21.54"),
+    "R50+L/32": (328_994_856, "19.41"),
+    "R50+L/16": (316_483_624, "65.54"),
+    "R26+S/32": (36_431_912, "3.46"),
+    "R+Ti/16": (6_337_704, "0.43"),
+    "R50x1": (25_549_352, "4.09"),
+    "R50x2": (97_988_712, "16.12"),
+    "R50x3": (217_319_080, "36.08"),
+    "R101x1": (44_541_480, "7.80"),
+    "R101x3": (387_934_888, "69.49"),
+    "R152x1": (60_185_128, "11.51"),
+    "R152x2": (236_335_208, "45.81"),
+    "R200x3": (568_633_000, "134.35"),
+    "R152x4": (936_533_224, "182.78"),
+}
+HEADLESS = {"R50x1": 23_500_352, "R50x2": 93_891_712, "R152x1": 58_136_128,
+            "R152x2": 232_238_208, "R200x3": 562_488_000, "R152x4": 928_340_224}  # fmt: skip
 MAC_CELLS = [
     (variant, img_size, cell)
     for variant, row in MACS.items()
@@ -65,7 +88,7 @@ MAC_CELLS = [
 
 def meta_params(config):
     with torch.device("meta"):
-        return sum(p.numel() for p in VisionTransformer(config).parameters())
+        return sum(p.numel() for p in create_model(config).parameters())
 
 
 @pytest.mark.parametrize("variant", PARAMS)
@@ -86,9 +109,46 @@ def test_num_params_with_the_hidden_head_layer(variant):
         assert meta_params(config) == expected
 
 
+@pytest.mark.parametrize("variant", CONVOLUTIONAL)
+def test_hybrids_and_resnets_cost_what_the_published_tables_say(variant):
+    params, gmacs = CONVOLUTIONAL[variant]
+    config = ModelConfig(variant=variant, num_classes=1000)
+
+    assert num_params(config) == params
+    assert meta_params(config) == params
+    assert f"{forward_macs(config) / 1e9:.2f}" == gmacs
+
+
+@pytest.mark.parametrize("variant", HEADLESS)
+def test_resnets_without_a_head_cost_what_the_published_table_says(variant):
+    assert num_params(ModelConfig(variant=variant, num_classes=0)) == HEADLESS[variant]
+
+
+EVERY = {"pos_embed_at": "every"}
+OPTIONS = [
+    {"reg_tokens": 4},
+    {"reg_tokens": 4, "no_embed_class": True},
+    {"class_token": False, "global_pool": "map"},
+    {"pre_norm": True, "final_norm": False},
+    {"norm": "rmsnorm", "qk_norm": True},
+    {"mlp": "swiglu", "init_values": 1e-5},
+    {"block": "parallel", "init_values": 1e-5},
+    {"block": "parallel", "qkv_bias": False, "qk_norm": True},
+    {"block": "pairs", "init_values": 1e-5},
+    {"block": "pairs", "pos_embed": "relative"} | EVERY,
+    {"pos_embed": "none"},
+    {"pos_embed": "learned2d"},
+    {"pos_embed": "learned2d"} | EVERY,
+    {"pos_embed": "relative"} | EVERY,
+    {"reg_tokens": 1} | EVERY,
+    {"pos_embed_at": "shared"},
+]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
+        *OPTIONS,
         {"qkv_bias": False},
         {"class_token": False, "global_pool": "avg"},
         {"global_pool": "avg", "head": "mlp"},
@@ -102,6 +162,24 @@ def test_num_params_equal_the_module_for_every_option(changes):
     config = ModelConfig(**({"variant": "Ti/16", "num_classes": 10} | changes))
 
     assert num_params(config) == meta_params(config)
+
+
+@pytest.mark.parametrize("changes", [{}, *OPTIONS, {"variant": "R26+Ti/32", "img_size": 64},
+                                     {"variant": "R26x1", "img_size": 65}],
+                         ids=lambda changes: "-".join(changes))  # fmt: skip
+def test_forward_macs_are_what_torch_counts(changes):
+    fields = {"variant": "mu/4", "num_classes": 3, "img_size": 16, "depth": 2} | changes
+    if "R26x1" in fields.values():
+        del fields["depth"]
+    config = ModelConfig(**fields)
+    images = torch.zeros(1, 3, config.img_size, config.img_size)
+    model = create_model(config)
+
+    # The unfused attention: torch counts no fused kernel of the CPU.
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(images)
+
+    assert counter.get_total_flops() == 2 * forward_macs(config)
 
 
 @pytest.mark.parametrize(("variant", "img_size", "cell"), MAC_CELLS)
@@ -180,7 +258,7 @@ def test_memory_per_rank_refuses_an_unknown_stage():
 
 def saved_bytes(config, dtype):
     """Bytes that autograd keeps for the backward pass, each storage once, without parameters."""
-    model = VisionTransformer(config).to(dtype)
+    model = create_model(config).to(dtype)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     storages = {}
 
@@ -205,6 +283,48 @@ def test_activation_bytes_are_what_autograd_keeps(precision, dtype):
     assert activation_bytes(config, precision, 2) == pytest.approx(
         saved_bytes(config, dtype), rel=0.01
     )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"init_values": 1e-5, "drop_path_rate": 0.5},
+        {"mlp": "swiglu"},
+        {"pre_norm": True, "global_pool": "map"},
+        {"block": "parallel"},
+        {"block": "parallel", "qkv_bias": False, "qk_norm": True, "init_values": 0.1},
+        {"block": "pairs", "init_values": 0.1},
+        {"pos_embed": "learned2d"} | EVERY,
+        {"pos_embed": "relative"} | EVERY,
+        {"variant": "R26+Ti/32", "img_size": 128},
+        {"variant": "R+Ti/16", "img_size": 128},
+        {"variant": "R26x1", "img_size": 128},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)]
+)
+def test_activation_bytes_of_every_option_are_what_autograd_keeps(changes, precision, dtype):
+    fields = {"variant": "Ti/16", "num_classes": 10, "depth": 2} | changes
+    if "R26x1" in fields.values():
+        del fields["depth"]
+    config = ModelConfig(**fields)
+
+    # 5 percent: small tensors are not in the formula, nor padding and the relative distances.
+    assert activation_bytes(config, precision, 2) == pytest.approx(
+        saved_bytes(config, dtype), rel=0.05
+    )
+
+
+def test_activation_bytes_of_a_resnet_with_checkpointing_are_far_fewer():
+    config = ModelConfig(variant="R26x1", img_size=128, num_classes=10)
+    thrifty = config.model_copy(update={"grad_checkpointing": True})
+
+    kept = saved_bytes(thrifty, torch.float32)
+
+    assert kept < activation_bytes(thrifty, "fp32", 2) < 1.5 * kept
+    assert activation_bytes(thrifty, "fp32", 2) < 0.6 * activation_bytes(config, "fp32", 2)
 
 
 def test_activation_bytes_with_checkpointing_keep_inputs_and_one_block():
