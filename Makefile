@@ -4,6 +4,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+# pip shows nothing of a build that succeeds, and this one does without its C extension.
+SAY_IF_SLOW = $(BIN)/python -c 'import vitscale.data._pixels' 2>/dev/null || echo "JPEGs will be \
+decoded by Pillow, several times slower: a C compiler or the headers of libjpeg-turbo are missing"
 # The launcher and the ranks must find this environment's commands first.
 export PATH := $(BIN):$(PATH)
 
@@ -22,12 +25,14 @@ $(VENV)/.base: constraints.txt
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation deepspeed
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/.base pyproject.toml setup.py
+$(VENV)/.demo: $(VENV)/.base pyproject.toml setup.py vitscale/data/_pixels.c
 	$(PIP) --editable '.[demo]'
+	@$(SAY_IF_SLOW)
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.base pyproject.toml setup.py
+$(VENV)/.dev: $(VENV)/.base pyproject.toml setup.py vitscale/data/_pixels.c
 	$(PIP) --editable '.[demo,dev]'
+	@$(SAY_IF_SLOW)
 	@touch $@
 
 demo: $(VENV)/.demo

@@ -10,7 +10,7 @@ from tests.helpers.odd_images import exif as exif_of
 from tests.helpers.odd_images import four_corners, icc_profile, oriented, saved, with_segment
 from tests.helpers.small_dataset import encoded, picture
 from vitscale.config.errors import DataError
-from vitscale.data.decode import MAX_PIXELS, decode_rgb
+from vitscale.data.decode import MAX_PIXELS, decode_rgb, jpeg_header
 
 GREY = np.arange(256, dtype=np.uint8).reshape(16, 16)
 
@@ -207,3 +207,45 @@ def test_decode_rgb_refuses_values_of_unknown_range(value):
 
     with pytest.raises(DataError, match="not of 8 or 16 bits"):
         decode_rgb(data, 3)
+
+
+@pytest.mark.parametrize("eighths", [1, 2, 4])
+@pytest.mark.parametrize("size", [(203, 149), (8, 8), (15, 999)])
+def test_decode_at_eighths_is_the_picture_at_that_size(eighths, size):
+    data = saved(picture(0, *size))
+
+    pixels = decode_rgb(data, 3, eighths)
+
+    height, width = pixels.shape[:2]
+    assert (width, height) == tuple(-(-side * eighths // 8) for side in size)
+    # A block's average is what the transform gives; sides that are no multiple of 8 are cut.
+    whole = decode_rgb(data, 3).astype(int)
+    side = 8 // eighths
+    rows, columns = size[1] // side, size[0] // side
+    blocks = whole[: rows * side, : columns * side].reshape(rows, side, columns, side, 3)
+    assert np.abs(pixels[:rows, :columns] - blocks.mean(axis=(1, 3))).mean() < 3
+
+
+def test_decode_at_eighths_leaves_other_formats_alone():
+    assert decode_rgb(encoded(picture(0), "PNG"), 3, 4).shape == (40, 48, 3)
+
+
+@pytest.mark.parametrize("eighths", [0, 3, 6, 16])
+def test_decode_at_other_scales_is_refused(eighths):
+    with pytest.raises(ValueError, match=f"eighths = {eighths}"):
+        decode_rgb(encoded(picture(0)), 3, eighths)
+
+
+def test_jpeg_header_gives_sizes_and_segments():
+    data = with_segment(encoded(picture(0)), 0xE1, exif_of(oriented(6)))
+
+    width, height, components, precision, segments = jpeg_header(data)
+
+    assert (width, height, components, precision) == (48, 40, 3, 8)
+    assert (0xE1, exif_of(oriented(6))) in segments
+
+
+@pytest.mark.parametrize("data", [b"", b"<html>", encoded(picture(0), "PNG")])
+def test_jpeg_header_refuses_other_files(data):
+    with pytest.raises(ValueError, match=r"not a JPEG|cannot identify"):
+        jpeg_header(data)
