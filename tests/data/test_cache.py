@@ -18,6 +18,8 @@ from tests.helpers.small_dataset import (
 )
 from vitscale.config.errors import DataError, UserError, VitscaleError
 from vitscale.data.cache import ShardCache
+from vitscale.data.manifest import load_index
+from vitscale.data.reader import ShardReader
 from vitscale.data.storage import open_storage
 
 FORK = multiprocessing.get_context("fork")
@@ -31,14 +33,14 @@ class LoggedFiles(RemoteFiles):
         super().__init__(root)
         self.log, self.gate = log, gate
 
-    def download(self, name, path):
+    def download(self, name, path, first_byte=0, end_byte=None):
         with open(self.log, "a") as file:
             file.write(f"{os.getpid()} {name}\n")
         if self.gate is not None:
             data = self.read_bytes(name)
             Path(path).write_bytes(data[: len(data) // 2])
             wait_for(self.gate.exists)
-        super().download(name, path)
+        super().download(name, path, first_byte, end_byte)
 
     def downloads(self):
         return Path(self.log).read_text().split()[1::2] if Path(self.log).exists() else []
@@ -161,7 +163,7 @@ def test_cache_running_download_is_not_swept(tmp_path):
         target=lambda: content(ShardCache(slow, manifest, tmp_path / "cache", BIG), 0)
     )
     thread.start()
-    half = tmp_path / "cache" / "fill" / manifest.shards.sha256[0] / "shard-000000.tar"
+    half = tmp_path / "cache" / "fill" / manifest.shards.sha256[0] / manifest.shards.sha256[0]
     wait_for(lambda: half.exists() and half.stat().st_size)
 
     quick = RemoteFiles(tmp_path / "remote")
@@ -174,15 +176,25 @@ def test_cache_running_download_is_not_swept(tmp_path):
     assert entries(cache) == set(manifest.shards.sha256)
 
 
+def sample_of(storage, manifest, cache, shard_id, index):
+    reader = ShardReader(storage, manifest, cache, 2)
+    try:
+        return reader.read(shard_id, index).image
+    finally:
+        reader.close()
+
+
 def test_cache_damaged_copy_is_fetched_again(tmp_path):
     storage, manifest = logged(tmp_path, [4])
     path = ShardCache(storage, manifest, tmp_path / "cache", BIG).path(0)
-    flip_byte(path, 700)
+    row = load_index(storage, manifest, 0)
+    intact = path.read_bytes()[row.offsets[2] :][: row.num_bytes[2]]
+    flip_byte(path, int(row.offsets[2]) + 7)
+    cache = ShardCache(storage, manifest, tmp_path / "cache", BIG)
 
-    data = content(ShardCache(storage, manifest, tmp_path / "cache", BIG), 0)
-
-    assert data == storage.read_bytes("shard-000000.tar")
+    assert sample_of(storage, manifest, cache, 0, 2) == intact
     assert storage.downloads() == ["shard-000000.tar"] * 2
+    assert cache.path(0).read_bytes() == storage.read_bytes("shard-000000.tar")
 
 
 def test_cache_truncated_copy_is_fetched_again(tmp_path):

@@ -31,18 +31,32 @@ class FaultProxy:
 
     Args:
         upstream: Host and port of the server.
-        choose: Method and target of a request -> name of a fault, "stall:SECONDS",
-            "refuse:STATUS:CODE", or "".
+        choose: Method and target of a request -> name of a fault, "stall:SECONDS" before or
+            "stall_answer:SECONDS" in the middle of the answer, "refuse:STATUS:CODE", or "".
     """
 
     upstream: tuple[str, int]
     choose: Callable[[str, str], str]
     counts: Counter[str] = field(default_factory=Counter)
+    # Method, target and Range of every request; and how many connections brought them.
+    requests: list[tuple[str, str, str]] = field(default_factory=list)
+    connections: int = 0
     endpoint: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def fault(self, method: str, target: str) -> str:
+    def gets(self, ending: str) -> list[tuple[str, str]]:
+        """Give target and Range of the GET requests for objects whose names end so."""
+        paths = [(target.partition("?")[0], span) for method, target, span in self.requests
+                 if method == "GET"]  # fmt: skip
+        return [(target, span) for target, span in paths if target.endswith(ending)]
+
+    def connected(self) -> None:
         with self._lock:
+            self.connections += 1
+
+    def fault(self, method: str, target: str, span: str) -> str:
+        with self._lock:
+            self.requests.append((method, target, span))
             fault = self.choose(method, target)
             self.counts[fault.partition(":")[0]] += 1
             return fault
@@ -52,15 +66,18 @@ class _Handler(socketserver.BaseRequestHandler):
     proxy: FaultProxy
 
     def handle(self) -> None:
+        self.proxy.connected()
         try:
-            self._one_request()
+            while self._one_request():
+                pass
         except OSError:
             return
 
-    def _one_request(self) -> None:
+    def _one_request(self) -> bool:
+        """Handle a request; True: the connection can serve another one."""
         head, rest = _read_head(self.request)
         if not head:
-            return
+            return False
         lines = head.decode("latin-1").split("\r\n")
         method, target, _ = lines[0].split(" ", 2)
         fields = {
@@ -69,7 +86,7 @@ class _Handler(socketserver.BaseRequestHandler):
         }
         if "100-continue" in fields.get("expect", "").lower():
             self.request.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
-        fault = self.proxy.fault(method, target)
+        fault = self.proxy.fault(method, target, fields.get("range", ""))
         wanted = int(fields.get("content-length", 0))
         if fault == "reset_request":
             _read(self.request, rest, wanted // 2)
@@ -91,11 +108,18 @@ class _Handler(socketserver.BaseRequestHandler):
         answer = self._ask(lines, body)
         if fault == "lost_answer":
             return self._reset()
+        answer = _kept_open(answer)
         head_bytes = answer.index(b"\r\n\r\n") + 4
         if fault in ("reset_answer", "short_answer"):
             self.request.sendall(answer[: head_bytes + (len(answer) - head_bytes) // 2])
-            return self._reset() if fault == "reset_answer" else None
-        self.request.sendall(answer)
+            return self._reset() if fault == "reset_answer" else False
+        sent = 0
+        if fault.startswith("stall_answer:"):
+            sent = head_bytes + (len(answer) - head_bytes) // 2
+            self.request.sendall(answer[:sent])
+            time.sleep(float(fault.partition(":")[2]))
+        self.request.sendall(answer[sent:])
+        return True
 
     def _ask(self, lines: list[str], body: bytes) -> bytes:
         # What is signed passes unchanged, the host too: the server checks what it is sent.
@@ -108,13 +132,22 @@ class _Handler(socketserver.BaseRequestHandler):
                 parts.append(part)
         return b"".join(parts)
 
-    def _answer(self, status: int, text: str) -> None:
+    def _answer(self, status: int, text: str) -> bool:
         head = f"HTTP/1.1 {status} x\r\nContent-Length: {len(text)}\r\nConnection: close\r\n\r\n"
         self.request.sendall((head + text).encode())
+        return False
 
-    def _reset(self) -> None:
+    def _reset(self) -> bool:
         self.request.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.request.close()
+        return False
+
+
+def _kept_open(answer: bytes) -> bytes:
+    """Take away the server's word that it closes the connection: ours stays."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"connection:")]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
 def _error(code: str) -> str:

@@ -1,32 +1,36 @@
-"""Copies of remote shards on a node's disk, shared by all processes that read them.
+"""Copies of remote shards on a node's disk, shared by all processes and jobs that read them.
 
-    cache_dir/shards/<sha256>    a whole shard; its name is the hash of its bytes
-    cache_dir/locks/<sha256>     empty; who holds its lock is downloading that shard, or sweeping
-    cache_dir/locks/room         empty; who holds its lock is making room
-    cache_dir/fill/<sha256>/     a download under way, or what a killed process left of one
+Entries are named by the hash of what they are a copy of: a whole shard, its index, or a stretch of
+a shard of which the node needs no more. cache_folder.py keeps them; files of a local dataset are
+read where they are, without a copy.
 
-Locks are flock(2): the kernel frees them with the process, so a killed one blocks nobody. A shard
-that is being read is held by a shared lock on its file and is not evicted. Files of a local dataset
-are read where they are, without a copy.
+What is checked when. A whole shard is compared with its SHA-256 when it is downloaded, once a node.
+It is not hashed again by every process that opens it (eight ranks with eight readers would read it
+64 times): each image is compared with its own XXH3 whenever it is read, so damage that came later
+is found there, and `discard` has the copy fetched anew. Of a stretch that comparison is the only
+one. Indexes, which hold those hashes, labels and keys, are compared with their SHA-256 at every
+use. So every byte that the model sees was checked against a hash of pack time after it left the
+disk. Parquet shards have a footer that no image's hash covers; each process hashes them once.
 """
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import os
-import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from vitscale.config.errors import UserError, VitscaleError
-from vitscale.data.manifest import Manifest, damaged
+from vitscale.config.errors import UserError
+from vitscale.data import activity
+from vitscale.data.cache_folder import CacheFolder, stretch_name, whole_name
+from vitscale.data.manifest import Manifest, damaged, index_name, sha256_hex
 from vitscale.data.storage import Storage
 
 # Whoever finds a download damaged tries once more; damage that stays is in the store.
 _DOWNLOADS = 2
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+# An index and a row of it, compressed; only how much room it will take depends on it.
+_INDEX_BYTES = 4096
+_INDEX_ROW_BYTES = 128
+DOWNLOADS_PER_NODE = 8
 
 
 class ShardCache:
@@ -38,24 +42,36 @@ class ShardCache:
         cache_dir: Folder of the cache; made at first use. Several datasets and jobs may share it.
         limit_bytes: Size to which the cache is trimmed, least recently used first. Shards that are
             being read stay, so a limit below what the node reads at a time can be exceeded.
+        downloads_per_node: Downloads of shards at a time of all processes that share the folder.
 
     Raises:
         UserError: limit_bytes does not even hold the largest shard of a remote dataset.
     """
 
     def __init__(
-        self, storage: Storage, manifest: Manifest, cache_dir: str | Path, limit_bytes: int
+        self,
+        storage: Storage,
+        manifest: Manifest,
+        cache_dir: str | Path,
+        limit_bytes: int,
+        downloads_per_node: int = DOWNLOADS_PER_NODE,
     ) -> None:
         self.storage, self.manifest, self.limit_bytes = storage, manifest, limit_bytes
         self.cache_dir = Path(cache_dir).expanduser()
-        # Hash -> inode that this process has checked; another inode is another copy.
+        self._folder = CacheFolder(self.cache_dir, limit_bytes, downloads_per_node)
+        # Parquet only: hash -> inode that this process has checked; another inode, another copy.
         self._verified: dict[str, int] = {}
         largest = int(manifest.shards.num_bytes.max(initial=0))
-        if limit_bytes < largest and storage.local_path(manifest.shards.names[0]) is None:
+        if limit_bytes < largest and self.is_remote:
             raise UserError(
                 f"cache_limit_bytes = {limit_bytes} cannot hold the largest shard of "
                 f"{storage.uri}, {largest} bytes; raise it to what a node reads at a time"
             )
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether shards are copied; else they are read in place."""
+        return self.storage.local_path(self.manifest.shards.names[0]) is None
 
     def path(self, shard_id: int) -> Path:
         """Make sure that a shard can be read locally, and say where.
@@ -68,36 +84,51 @@ class ShardCache:
         """
         os.close(self.open(shard_id))
         name = self.manifest.shards.names[shard_id]
-        return self.storage.local_path(name) or self._entry(self.manifest.shards.sha256[shard_id])
+        whole = whole_name(self.manifest.shards.sha256[shard_id])
+        return self.storage.local_path(name) or self._folder.entry(whole)
 
-    def open(self, shard_id: int) -> int:
+    def open(
+        self, shard_id: int, first_byte: int = 0, end_byte: int | None = None, ahead: bool = False
+    ) -> int:
         """Open a shard for reading; a cached one is kept from eviction until it is closed.
 
         Args:
             shard_id: Ordinal of the shard.
+            first_byte: Where the bytes begin that are wanted.
+            end_byte: Where they end; None wants all. A whole copy is taken where there is one;
+                shards in Parquet are always fetched whole.
+            ahead: Nobody waits for it yet.
 
         Returns:
-            A file descriptor for os.pread; the caller closes it.
+            A file descriptor for os.pread, in which the wanted bytes lie where they lie in the
+            shard; the caller closes it.
 
         Raises:
             DataError: The shard is missing, or damaged in the store itself.
             VitscaleError: The cache cannot be written.
         """
-        name, sha256 = self.manifest.shards.names[shard_id], self.manifest.shards.sha256[shard_id]
+        shards = self.manifest.shards
+        name, sha256 = shards.names[shard_id], shards.sha256[shard_id]
         local = self.storage.local_path(name)
         try:
             if local is not None:
                 return os.open(local, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             raise damaged(self.storage.uri, name, "is missing") from None
-        with self._explained():
+        if end_byte is None or self.manifest.format == "parquet":
+            first_byte, end_byte = 0, int(shards.num_bytes[shard_id])
+        is_whole = first_byte == 0 and end_byte == int(shards.num_bytes[shard_id])
+        names = [whole_name(sha256)]
+        if not is_whole:
+            names.append(stretch_name(sha256, first_byte, end_byte))
+        with self._folder.explained(), activity.doing(f"opens shard {name} of {self.storage.uri}"):
             while True:
-                descriptor = self._open_entry(sha256)
+                descriptor = self._open_first(names)
                 if descriptor is None:
-                    descriptor = self._fill(shard_id)
-                if self._is_whole(descriptor, sha256):
-                    # Only the time of access is set: it is what eviction goes by.
-                    os.utime(descriptor, ns=(time.time_ns(), os.fstat(descriptor).st_mtime_ns))
+                    descriptor = self._fill(shard_id, names[-1], first_byte, end_byte, ahead)
+                else:
+                    activity.count("cache_hits")
+                if self._is_sound(shard_id, descriptor, end_byte):
                     return descriptor
                 self.discard(shard_id, descriptor)
 
@@ -116,153 +147,160 @@ class ShardCache:
             if self.storage.local_path(name) is not None:
                 return False
             self._verified.pop(sha256, None)
-            # Another process may have replaced it in the meantime: only the bad copy goes. It is
-            # still open here, so that its inode cannot be the new copy's.
-            gone = contextlib.suppress(FileNotFoundError)
-            with self._explained(), self._locked(sha256), gone:
-                if self._entry(sha256).stat().st_ino == os.fstat(descriptor).st_ino:
-                    self._entry(sha256).unlink()
+            with self._folder.explained():
+                for entry in self._folder.names_like(sha256):
+                    if self._folder.remove(entry, descriptor):
+                        activity.count("refetched")
             return True
         finally:
             os.close(descriptor)
 
-    def _entry(self, sha256: str) -> Path:
-        return self.cache_dir / "shards" / sha256
+    def index_of(self, shard_id: int) -> "CachedIndex":
+        """Give the store as it is seen through the cache by whoever loads a shard's index.
 
-    def _open_entry(self, sha256: str) -> int | None:
-        try:
-            descriptor = os.open(self._entry(sha256), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
-        fcntl.flock(descriptor, fcntl.LOCK_SH)
-        with contextlib.suppress(FileNotFoundError):
-            if self._entry(sha256).stat().st_ino == os.fstat(descriptor).st_ino:
-                return descriptor
-        # Evicted or replaced between the two calls: the lock is on a file without a name.
-        os.close(descriptor)
-        return None
+        Args:
+            shard_id: Ordinal of the shard.
 
-    def _is_whole(self, descriptor: int, sha256: str) -> bool:
-        inode = os.fstat(descriptor).st_ino
-        if self._verified.get(sha256) != inode:
-            with os.fdopen(os.dup(descriptor), "rb") as file:
-                file.seek(0)
-                if hashlib.file_digest(file, "sha256").hexdigest() != sha256:
-                    return False
-            self._verified[sha256] = inode
-        return True
+        Returns:
+            What `load_index` takes for a store.
+        """
+        return CachedIndex(self, shard_id)
 
-    def _fill(self, shard_id: int) -> int:
+    def read_index(self, shard_id: int) -> bytes:
+        """Read the index object of a shard through the cache.
+
+        Args:
+            shard_id: Ordinal of the shard.
+
+        Returns:
+            Its bytes, compared with their hash.
+
+        Raises:
+            DataError: It is missing, or damaged in the store itself.
+            VitscaleError: The cache cannot be written.
+        """
         shards = self.manifest.shards
-        name, sha256 = shards.names[shard_id], shards.sha256[shard_id]
-        folder = self.cache_dir / "fill" / sha256
-        with self._locked(sha256):
-            # Another process may have downloaded it while this one waited for the lock.
-            descriptor = self._open_entry(sha256)
+        name, sha256 = index_name(shards.names[shard_id]), shards.index_sha256[shard_id]
+        if not self.is_remote:
+            return self.storage.read_bytes(name)
+        num_bytes = _INDEX_BYTES + _INDEX_ROW_BYTES * int(shards.num_samples[shard_id])
+
+        def fill(target: Path) -> None:
+            target.write_bytes(self._fetched_index(name, sha256))
+
+        with self._folder.explained(), activity.doing(f"reads {name} of {self.storage.uri}"):
+            while True:
+                descriptor = self._folder.open(whole_name(sha256))
+                if descriptor is None:
+                    # One small request: it takes no turn.
+                    turn = contextlib.nullcontext()
+                    descriptor = self._folder.make(whole_name(sha256), num_bytes, fill, turn)
+                with os.fdopen(descriptor, "rb") as file:
+                    data = file.read()
+                    if sha256_hex(data) == sha256:
+                        return data
+                    self._folder.remove(whole_name(sha256), file.fileno())
+                activity.count("refetched")
+
+    def _fetched_index(self, name: str, sha256: str) -> bytes:
+        for _ in range(_DOWNLOADS):
+            start = time.monotonic()
+            try:
+                data = self.storage.read_bytes(name)
+            except FileNotFoundError:
+                raise damaged(self.storage.uri, name, "is missing") from None
+            _count_fetch(len(data), start)
+            if sha256_hex(data) == sha256:
+                return data
+        found = sha256_hex(data)
+        raise damaged(self.storage.uri, name, f"sha256 is {found}, was {sha256} when it was packed")
+
+    def _open_first(self, names: list[str]) -> int | None:
+        for name in names:
+            descriptor = self._folder.open(name)
             if descriptor is not None:
                 return descriptor
-            self._make_room(int(shards.num_bytes[shard_id]))
-            try:
-                descriptor = self._download(shard_id, folder)
-                self._entry(sha256).parent.mkdir(parents=True, exist_ok=True)
-                # The shared lock is there before the name is: nobody can evict it in between.
-                fcntl.flock(descriptor, fcntl.LOCK_SH)
-                os.replace(folder / name.rpartition("/")[2], self._entry(sha256))
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-        # Downloads that ran at the same time did not see each other's size.
-        self._make_room(0)
-        return descriptor
+        return None
 
-    def _download(self, shard_id: int, folder: Path) -> int:
+    def _is_sound(self, shard_id: int, descriptor: int, end_byte: int) -> bool:
+        """Look whether a cached copy is as long as it should be; hash it if nobody else does."""
+        stat = os.fstat(descriptor)
+        if stat.st_size not in (end_byte, int(self.manifest.shards.num_bytes[shard_id])):
+            return False
+        if self.manifest.format != "parquet":
+            return True
+        sha256 = self.manifest.shards.sha256[shard_id]
+        if self._verified.get(sha256) != stat.st_ino:
+            if _sha256_of(descriptor) != sha256:
+                return False
+            self._verified[sha256] = stat.st_ino
+        return True
+
+    def _fill(self, shard_id: int, entry: str, first_byte: int, end_byte: int, ahead: bool) -> int:
+        def fill(target: Path) -> None:
+            name = self.manifest.shards.names[shard_id]
+            with activity.doing(f"downloads shard {name} of {self.storage.uri}"):
+                self._download(shard_id, target, first_byte, end_byte)
+
+        turn = self._folder.turn(ahead)
+        return self._folder.make(entry, end_byte - first_byte, fill, turn)
+
+    def _download(self, shard_id: int, target: Path, first_byte: int, end_byte: int) -> None:
         shards = self.manifest.shards
         name, sha256 = shards.names[shard_id], shards.sha256[shard_id]
-        target = folder / name.rpartition("/")[2]
+        is_whole = first_byte == 0 and end_byte == int(shards.num_bytes[shard_id])
         for _ in range(_DOWNLOADS):
-            # What a killed process left goes; the lock says that nobody else is writing here.
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
+            start = time.monotonic()
             try:
-                self.storage.download(name, target)
+                self.storage.download(name, target, first_byte, end_byte)
             except FileNotFoundError as error:
                 if self.storage.size(name) is not None:
                     raise
                 raise damaged(self.storage.uri, name, "is missing") from error
-            descriptor = os.open(target, os.O_RDONLY | os.O_CLOEXEC)
-            if self._is_whole(descriptor, sha256):
-                return descriptor
-            num_bytes = os.fstat(descriptor).st_size
-            os.close(descriptor)
+            found = target.stat().st_size
+            _count_fetch(found - first_byte, start)
+            if found == end_byte and (not is_whole or _sha256_of_file(target) == sha256):
+                return
+        due = f"{end_byte} are due" + (f" with sha256 {sha256}" if is_whole else "")
         raise damaged(
             self.storage.uri,
             name,
             f"{_DOWNLOADS} downloads gave bytes that are not those of pack time: the last had "
-            f"{num_bytes} bytes, {shards.num_bytes[shard_id]} are due with sha256 {sha256}",
+            f"{found} bytes, {due}",
         )
 
-    def _make_room(self, num_bytes: int) -> None:
-        with self._locked("room"):
-            used = sum(
-                self._sweep(folder)
-                for folder in _listed(self.cache_dir / "fill")
-                if folder.is_dir()
-            )
-            entries = []
-            for path in _listed(self.cache_dir / "shards"):
-                with contextlib.suppress(FileNotFoundError):
-                    stat = path.stat()
-                    entries.append((stat.st_atime_ns, path, stat.st_size))
-            used += sum(size for _, _, size in entries)
-            for _, path, size in sorted(entries):
-                if used + num_bytes <= self.limit_bytes:
-                    return
-                if _remove_unless_held(path):
-                    used -= size
 
-    def _sweep(self, folder: Path) -> int:
-        """Remove a download that nobody is working on, or say how many bytes a live one has."""
-        with contextlib.suppress(BlockingIOError), self._locked(folder.name, wait=False):
-            shutil.rmtree(folder, ignore_errors=True)
-        sizes = 0
-        for path in _listed(folder):
-            with contextlib.suppress(FileNotFoundError):
-                sizes += path.stat().st_size
-        return sizes
+class CachedIndex:
+    """A store in which the index of one shard is read through the cache.
 
-    @contextlib.contextmanager
-    def _locked(self, name: str, wait: bool = True) -> Iterator[None]:
-        path = self.cache_dir / "locks" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield
+    Args:
+        cache: The cache of the dataset.
+        shard_id: Ordinal of the shard.
+    """
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            reason = "the disk is full" if error.errno in _FULL else str(error)
-            raise VitscaleError(
-                f"the shard cache in {self.cache_dir} cannot be used: {reason}; make room, lower "
-                "data.cache_limit_bytes, or set data.cache_dir to another folder"
-            ) from error
+    def __init__(self, cache: ShardCache, shard_id: int) -> None:
+        self.uri = cache.storage.uri
+        self._cache, self._shard_id = cache, shard_id
+
+    def read_bytes(self, name: str) -> bytes:
+        """Read a whole object."""
+        if name == index_name(self._cache.manifest.shards.names[self._shard_id]):
+            return self._cache.read_index(self._shard_id)
+        return self._cache.storage.read_bytes(name)
 
 
-def _listed(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except FileNotFoundError:
-        return []
+def _count_fetch(num_bytes: int, start: float) -> None:
+    activity.count("fetches")
+    activity.count("bytes_fetched", num_bytes)
+    activity.count("fetch_s", time.monotonic() - start)
 
 
-def _remove_unless_held(path: Path) -> bool:
-    try:
-        with open(path, "r+b") as file:  # NFS grants an exclusive lock to writers only
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-            return True
-    except BlockingIOError:
-        return False
-    except FileNotFoundError:
-        return True
+def _sha256_of(descriptor: int) -> str:
+    with os.fdopen(os.dup(descriptor), "rb") as file:
+        file.seek(0)
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sha256_of_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -205,10 +205,22 @@ class FileStorage:
         """Give the path of the object."""
         return self.root / name
 
-    def download(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Copy an object to another file."""
+    def download(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        first_byte: int = 0,
+        end_byte: int | None = None,
+    ) -> None:
+        """Copy an object, or a stretch of it, to another file."""
         try:
-            shutil.copyfile(self.root / name, path)
+            if end_byte is None and not first_byte:
+                shutil.copyfile(self.root / name, path)
+                return
+            with open(self.root / name, "rb") as source, open(path, "wb") as target:
+                source.seek(first_byte)
+                target.seek(first_byte)
+                target.write(source.read(-1 if end_byte is None else end_byte - first_byte))
         except (FileNotFoundError, NotADirectoryError):
             raise self._missing(name) from None
         except OSError as error:

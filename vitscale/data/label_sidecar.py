@@ -18,7 +18,7 @@ import pyarrow as pa
 from vitscale.config.errors import UserError
 from vitscale.data.label_columns import LabelColumn
 from vitscale.data.manifest import Manifest, damaged, json_bytes, read_table, sha256_hex
-from vitscale.data.storage import Storage
+from vitscale.data.storage import Readable, Storage
 
 SIDECAR_VERSION = 1
 PREFIX = "labels/"
@@ -162,7 +162,7 @@ def _parsed(values: dict[str, Any], digest: str) -> Sidecar:
 
 
 def load_sidecar_shard(
-    storage: Storage, manifest: Manifest, sidecar: Sidecar, shard_id: int
+    storage: Readable, manifest: Manifest, sidecar: Sidecar, shard_id: int
 ) -> pa.Table:
     """Read a column in one shard: fields `key` and the column, in the order of the index.
 

@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 
 from vitscale.config.errors import DataError, UserError
 from vitscale.data.label_columns import LABELS_NAME, NO_LABEL, LabelColumn, parse_labels
-from vitscale.data.storage import Storage
+from vitscale.data.storage import Readable, Storage
 
 MANIFEST_VERSION = 2
 MANIFEST_NAME = "manifest.json"
@@ -153,7 +153,7 @@ class View(Protocol):
     def stored(self) -> Manifest:
         """Manifest of the whole dataset."""
 
-    def index(self, storage: Storage, shard_id: int) -> ShardIndex:
+    def index(self, storage: Readable, shard_id: int) -> ShardIndex:
         """Read one shard's index, with the labels and without the samples that are left out."""
 
     def label_columns(self, storage: Storage) -> list[LabelColumn]:
@@ -275,11 +275,11 @@ def _load_shards(storage: Storage, sha256: str, num_shards: int) -> ShardTable:
     )
 
 
-def load_index(storage: Storage, manifest: Manifest, shard_id: int) -> ShardIndex:
+def load_index(storage: Readable, manifest: Manifest, shard_id: int) -> ShardIndex:
     """Read one shard's index, checked against the shard table.
 
     Args:
-        storage: The dataset.
+        storage: The dataset, or `ShardCache.index_of` it.
         manifest: Its manifest.
         shard_id: 0 to manifest.num_shards - 1.
 
@@ -316,7 +316,7 @@ def first_labels(values: pa.ChunkedArray, multi: bool) -> npt.NDArray[np.int64]:
     return np.asarray(firsts, np.int64)
 
 
-def read_table(storage: Storage, name: str, sha256: str, schema: pa.Schema) -> pa.Table:
+def read_table(storage: Readable, name: str, sha256: str, schema: pa.Schema) -> pa.Table:
     """Read a Parquet object of a dataset.
 
     Args:

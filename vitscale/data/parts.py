@@ -1,5 +1,6 @@
 """Large files in parts, several at a time."""
 
+import contextvars
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -44,7 +45,10 @@ def run_parts(
     """
     stop = threading.Event()
     with ThreadPoolExecutor(num_threads) as threads:
-        futures = [threads.submit(work, part, stop) for part in parts]
+        # Each thread has the caller's context, so that its activity is counted there.
+        futures = [
+            threads.submit(contextvars.copy_context().run, work, part, stop) for part in parts
+        ]
         try:
             for future in as_completed(futures):
                 future.result()

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 
+from vitscale.data import activity
 from vitscale.data.file_storage import StorageError
 
 # How long an operation is repeated after it first failed; how long before the user is told, unless
@@ -53,6 +54,8 @@ class Patience:
         if spent + pause > min(QUIET_S, self._seconds / 10) and not self._told:
             self._told = True
             warn(f"{self._what}, trying for {self._seconds:.0f} s: {text}")
+        activity.count("retries")
+        activity.note(f"try {self._attempts + 1}: {text}")
         if self._stop.wait(pause):
             raise StorageError(f"{self._what}: given up with the whole; last: {text}") from error
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from vitscale.config.errors import UserError
+from vitscale.data import activity
 from vitscale.data.file_storage import StorageError
 from vitscale.data.patience import PATIENCE_S, Patience
 
@@ -101,6 +102,7 @@ class S3Client:
         renewals = 0
         while True:
             try:
+                activity.count("requests")
                 return body(self.sdk())
             except Exception as error:
                 kind, text = _judge(error)
@@ -162,7 +164,8 @@ def _make_sdk_client(timeout_s: float) -> Any:
         "retries": {"mode": "standard", "total_max_attempts": 1},
         "connect_timeout": min(10.0, timeout_s),
         "read_timeout": timeout_s,
-        "max_pool_connections": 32,
+        # As many downloads at a time as a node has, with the ranges of each, keep theirs.
+        "max_pool_connections": 64,
         # SDKs of 2025 and later add checksums that several compatible stores refuse; ours are sent
         # as MD5 and are in the manifest.
         "request_checksum_calculation": "when_required",

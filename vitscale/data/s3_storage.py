@@ -10,7 +10,6 @@ import base64
 import functools
 import hashlib
 import os
-import shutil
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from vitscale.data.file_storage import StorageError, open_temp_in, sweep_temps_in
+from vitscale.data.hedge import Hedge
 from vitscale.data.parts import Part, cut, run_parts
 from vitscale.data.patience import PATIENCE_S, warn
 from vitscale.data.s3_client import TIMEOUT_S, S3Client, code_of
@@ -26,7 +26,7 @@ PART_BYTES = 16 << 20
 MAX_PARTS = 9_000  # stores take 10,000
 PART_THREADS = 4
 READ_BYTES = 8 << 20
-READ_THREADS = 8
+READ_THREADS = 4
 ABORT_PATIENCE_S = 15.0
 
 
@@ -58,6 +58,8 @@ class S3Storage:
         self.prefix = prefix + "/" if prefix else ""
         self.part_bytes, self.page_names = part_bytes, page_names
         self._client = S3Client(self.uri, patience_s, timeout_s)
+        # Parts of large objects take longer than whole small ones.
+        self._small, self._parts = Hedge(), Hedge()
 
     def _place(self, name: str) -> dict[str, str]:
         return {"Bucket": self.bucket, "Key": self.prefix + name}
@@ -66,8 +68,7 @@ class S3Storage:
         """Read a whole object."""
 
         def body(client: Any) -> bytes:
-            data: bytes = client.get_object(**self._place(name))["Body"].read()
-            return data  # read() raises when it is shorter than announced
+            return self._small.read(lambda: client.get_object(**self._place(name))["Body"])
 
         return self._client.call("read", name, body)
 
@@ -75,17 +76,25 @@ class S3Storage:
         """Read part of an object."""
         if num_bytes <= 0:
             return b""
+        return self._read_range(name, offset, num_bytes, self._small)
 
+    def _read_range(
+        self,
+        name: str,
+        offset: int,
+        num_bytes: int,
+        hedge: Hedge,
+        stop: threading.Event | None = None,
+    ) -> bytes:
         def body(client: Any) -> bytes:
             try:
-                data: bytes = self._open_range(client, name, offset, num_bytes).read()
+                return hedge.read(lambda: self._open_range(client, name, offset, num_bytes), stop)
             except Exception as error:
                 if code_of(error) == "InvalidRange":  # behind the end: nothing, as for a file
                     return b""
                 raise
-            return data
 
-        return self._client.call("read", name, body)
+        return self._client.call("read", name, body, stop=stop)
 
     def _open_range(self, client: Any, name: str, offset: int, num_bytes: int) -> Any:
         answer = client.get_object(
@@ -93,6 +102,7 @@ class S3Storage:
         )
         found = answer.get("ContentRange", "")
         if not found.startswith(f"bytes {offset}-") and answer["ContentLength"]:
+            answer["Body"].close()
             raise StorageError(
                 f"cannot read {self.uri}/{name}: bytes from {offset} were asked for and the store "
                 f"sent {found or 'the whole object'}; its gateway must pass Range headers on"
@@ -256,31 +266,37 @@ class S3Storage:
         """Give None: an object in a bucket cannot be opened in place."""
         return None
 
-    def download(self, name: str, path: str | os.PathLike[str]) -> None:
+    def download(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        first_byte: int = 0,
+        end_byte: int | None = None,
+    ) -> None:
         """Copy an object to a local file, several ranges at a time; a range that fails is repeated.
 
         The file is there when all of it is.
         """
-        num_bytes = self.size(name)
-        if num_bytes is None:
+        found = self.size(name) if end_byte is None else end_byte
+        if found is None:
             raise FileNotFoundError(f"{self.uri}/{name} does not exist")
         begun = Path(f"{os.fspath(path)}.part")
 
-        def fetch(part: Part, stop: threading.Event) -> None:
-            def body(client: Any) -> None:
-                with open(begun, "r+b") as file:
-                    file.seek(part.offset)
-                    answer = self._open_range(client, name, part.offset, part.num_bytes)
-                    shutil.copyfileobj(answer, file, 1 << 20)
-                    end = file.tell()
-                if end != part.offset + part.num_bytes:
-                    raise StorageError(f"{self.uri}/{name} was replaced while it was read")
-
-            self._client.call("read", name, body, stop=stop)
+        def fetch(part: Part, stop: threading.Event) -> int:
+            offset = first_byte + part.offset
+            data = self._read_range(name, offset, part.num_bytes, self._parts, stop)
+            _write_at(file.fileno(), data, offset)
+            return len(data)
 
         try:
-            begun.write_bytes(b"")
-            run_parts(cut(num_bytes, READ_BYTES), fetch, READ_THREADS)
+            with open(begun, "wb") as file:
+                file.truncate(found)
+                parts = cut(found - first_byte, READ_BYTES)
+                sizes = run_parts(parts, fetch, READ_THREADS)
+                if sum(sizes) < found - first_byte:
+                    if end_byte is None:
+                        raise StorageError(f"{self.uri}/{name} was replaced while it was read")
+                    file.truncate(first_byte + _unbroken(parts, sizes))
             os.replace(begun, path)
         finally:
             begun.unlink(missing_ok=True)
@@ -321,6 +337,21 @@ def _cancel(place: dict[str, str], client: Any) -> None:
     except Exception as error:
         if code_of(error) != "NoSuchUpload":  # an earlier attempt did it
             raise
+
+
+def _write_at(descriptor: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _unbroken(parts: Sequence[Part], sizes: Sequence[int]) -> int:
+    """Count the bytes up to the first part that came short."""
+    for part, size in zip(parts, sizes, strict=True):
+        if size < part.num_bytes:
+            return part.offset + size
+    return sum(sizes)
 
 
 def _md5(data: bytes) -> str:

@@ -14,7 +14,16 @@ from vitscale.config.errors import UserError
 from vitscale.data.file_storage import FileStorage, StorageError
 from vitscale.data.s3_storage import S3Storage
 
-__all__ = ["FileStorage", "S3Storage", "Storage", "StorageError", "open_storage"]
+__all__ = ["FileStorage", "Readable", "S3Storage", "Storage", "StorageError", "open_storage"]
+
+
+class Readable(Protocol):
+    """Something that whole objects of a dataset can be read from: a store, or a view of one."""
+
+    uri: str
+
+    def read_bytes(self, name: str) -> bytes:
+        """Read a whole object."""
 
 
 class Storage(Protocol):
@@ -52,8 +61,19 @@ class Storage(Protocol):
     def local_path(self, name: str) -> Path | None:
         """Give the path of an object that can be opened in place, or None."""
 
-    def download(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Copy an object to a local file."""
+    def download(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        first_byte: int = 0,
+        end_byte: int | None = None,
+    ) -> None:
+        """Copy an object, or a stretch of its bytes, to a local file.
+
+        The bytes lie where they lie in the object: before a stretch the file has a hole. With
+        `end_byte`, which is known from a manifest, nobody asks for the object's size; the file is
+        shorter where the object is.
+        """
 
     def open_temp(self) -> BinaryIO:
         """Open a new file in the place from which `put_file` is cheapest; its path is `.name`."""

@@ -36,7 +36,7 @@ from vitscale.data.manifest import (
     load_label_columns,
     sha256_hex,
 )
-from vitscale.data.storage import Storage
+from vitscale.data.storage import Readable, Storage
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class DatasetView:
     # what is left of every shard
     num_samples: npt.NDArray[np.int64] = field(repr=False)
 
-    def index(self, storage: Storage, shard_id: int) -> ShardIndex:
+    def index(self, storage: Readable, shard_id: int) -> ShardIndex:
         """Read one shard's index, with the labels and without the samples that are left out.
 
         Raises:
@@ -86,7 +86,7 @@ class DatasetView:
         columns = load_label_columns(storage, self.stored)
         return [self.column, *(own for own in columns if own.name != self.column.name)]
 
-    def _added(self, storage: Storage, shard_id: int, index: ShardIndex) -> pa.ChunkedArray:
+    def _added(self, storage: Readable, shard_id: int, index: ShardIndex) -> pa.ChunkedArray:
         assert self.sidecar is not None
         table = load_sidecar_shard(storage, self.stored, self.sidecar, shard_id)
         if table["key"].to_pylist() != index.keys:
