@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from launchers.training_data import (
     ensure_data,
     fitted,
     manifest_or_none,
-    train_view,
+    train_manifests,
 )
 from vitscale.config.ds_json import Resolved, load_ds_json, resolve
 from vitscale.config.errors import EXIT_FAILED, UserError, VitscaleError, exit_code_of
@@ -120,10 +121,10 @@ class TrainingCommand:
         watch = LauncherWatch(stop)
         watch.start()
         try:
-            manifest = ensure_data(resolved.config, world, stop)
-            resolved = fitted(resolved, manifest, say=world.is_first)
+            manifests = ensure_data(resolved.config, world, stop)
+            resolved = fitted(resolved, manifests, say=world.is_first)
             folder = RunFolder(run_dir)
-            if options.resume == "auto" and _already_done(folder, resolved, manifest, world):
+            if options.resume == "auto" and _already_done(folder, resolved, manifests, world):
                 return 0
             recipe_text = recipe_path.read_text(encoding="utf-8")
             return self._train(options, resolved, folder, stop, recipe_text, assignments, world)
@@ -216,18 +217,20 @@ class TrainingCommand:
 
 def _print_plan(resolved: Resolved, run_dir: Path, resume: str) -> None:
     """Say what would be run, and what is not there for it; a store need not be reachable."""
-    manifest, notes = None, []
+    manifests: list[Manifest] = []
+    notes = []
     try:
-        manifest = manifest_or_none(resolved.config.data.train)
+        uris = [one.uri for one in resolved.config.data.train_sets]
+        are_there = all(manifest_or_none(uri) is not None for uri in uris)
         notes = _missing_files(resolved.config, run_dir, resume)
-        if manifest is not None:
-            manifest = train_view(resolved.config)
-            resolved = fitted(resolved, manifest, say=True)
+        if are_there:
+            manifests = train_manifests(resolved.config)
+            resolved = fitted(resolved, manifests, say=True)
     except UserError:
         raise
     except VitscaleError as error:  # a store that cannot be reached from here
         notes = [str(error)]
-    print(describe(resolved, run_dir, manifest))
+    print(describe(resolved, run_dir, manifests))
     for note in notes:
         print(f"\nto do: {note}")
 
@@ -269,12 +272,14 @@ def _missing_files(config: RunConfig, run_dir: Path, resume: str) -> list[str]:
     return problems
 
 
-def _already_done(folder: RunFolder, resolved: Resolved, manifest: Manifest, world: World) -> bool:
+def _already_done(
+    folder: RunFolder, resolved: Resolved, manifests: Sequence[Manifest], world: World
+) -> bool:
     """Say so and return True when this very run is complete; all ranks read the same file."""
     results = folder.done()
     if results is None:
         return False
-    if results.pop("recipe_digest") != recipe_digest(resolved, manifest.digest):
+    if results.pop("recipe_digest") != recipe_digest(resolved, manifests):
         raise UserError(
             f"{folder.path} holds a complete run of {results['step']} steps, of another recipe or "
             f"dataset. Choose another --run-dir; to train it further all the same: --resume "

@@ -4,18 +4,19 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path
 
 import vitscale
 from vitscale.config.ds_json import Resolved
 from vitscale.config.errors import Stopped, UserError, VitscaleError
 from vitscale.config.recipe import BuildSection, RunConfig
-from vitscale.data.manifest import MANIFEST_NAME, Manifest, load_class_names, load_manifest
-from vitscale.data.order import Order
-from vitscale.data.storage import Storage, open_storage
-from vitscale.data.view import check_trainable, view_of
+from vitscale.data.dataset import open_dataset
+from vitscale.data.manifest import MANIFEST_NAME, Manifest, load_manifest
+from vitscale.data.storage import open_storage
+from vitscale.data.train_sets import build_order, check_same_classes, open_train_sets
+from vitscale.data.view import check_trainable
 from vitscale.distributed import World
 from vitscale.training.guard import StopFlag
 from vitscale.training.rhythm import rhythm_of, schedule_of
@@ -42,7 +43,11 @@ def absence(leaf: str, uri: str) -> str:
 def datasets_of(config: RunConfig) -> list[tuple[str, str, BuildSection | None]]:
     """List leaf, URI and the way to make it of the datasets that the recipe reads."""
     build = config.data.build
-    datasets = [("data.train", config.data.train, build.train if build else None)]
+    sets = config.data.train_sets
+    if len(sets) == 1:
+        datasets = [("data.train", sets[0].uri, build.train if build else None)]
+    else:
+        datasets = [(f"data.train {one.name}", one.uri, None) for one in sets]
     if config.data.val is not None:
         datasets.append(("data.val", config.data.val, build.val if build else None))
     return datasets
@@ -54,24 +59,17 @@ def manifest_or_none(uri: str) -> Manifest | None:
     return None if storage.size(MANIFEST_NAME) is None else load_manifest(storage)
 
 
-def train_view(config: RunConfig) -> Manifest:
-    """Load what the recipe takes of the training set, which is there.
+def train_manifests(config: RunConfig) -> list[Manifest]:
+    """Load what the recipe takes of the training sets, which are there.
 
     Raises:
-        UserError: The label column or the list of excluded samples does not fit it.
+        UserError: A label column or list of excluded samples does not fit, or classes differ.
     """
-    return _view(config.data.train, config.data.label_column, config.data.exclude)
+    return [data.manifest for data in open_train_sets(config.data)]
 
 
-def _view(uri: str, label_column: str | None, exclude: str | None) -> Manifest:
-    storage = open_storage(uri)
-    manifest = view_of(storage, load_manifest(storage), label_column, exclude)
-    check_trainable(uri, manifest)
-    return manifest
-
-
-def ensure_data(config: RunConfig, world: World, stop: StopFlag) -> Manifest:
-    """Return the training set's view; missing sets are packed where the recipe says how.
+def ensure_data(config: RunConfig, world: World, stop: StopFlag) -> list[Manifest]:
+    """Return the manifests of the training sets; missing sets are packed where the recipe says how.
 
     This is before any process group exists: the first rank packs, the others look for the result.
     """
@@ -84,28 +82,16 @@ def ensure_data(config: RunConfig, world: World, stop: StopFlag) -> Manifest:
             if stop.reason:
                 raise Stopped(f"{stop.reason} while the first rank packed {uri}")
             time.sleep(POLL_S)
-    manifest = train_view(config)
+    sets = open_train_sets(config.data)
     if config.data.val is not None:
-        train, val = open_storage(config.data.train), open_storage(config.data.val)
-        other = _view(config.data.val, config.data.label_column, None)
-        _check_same_classes(train, manifest, val, other)
-    return manifest
-
-
-def _check_same_classes(train: Storage, manifest: Manifest, val: Storage, other: Manifest) -> None:
-    """Refuse a validation set whose labels mean something else: its accuracy would be noise."""
-    if manifest.labels_sha256 == other.labels_sha256:
-        return
-    names = load_class_names(train, manifest), load_class_names(val, other)
-    if names[0] == names[1]:
-        return
-    pairs = zip_longest(*names, fillvalue="nothing")
-    label, (one, two) = next((k, pair) for k, pair in enumerate(pairs) if pair[0] != pair[1])
-    raise UserError(
-        f"data.val = {val.uri} has other classes than data.train = {train.uri}: {len(names[1])} "
-        f"and {len(names[0])}, and label {label} is {two!r} in one and {one!r} in the other. "
-        "Pack both from folders with the same classes"
-    )
+        val = open_dataset(config.data.val, config.data.label_column)
+        check_trainable(config.data.val, val.manifest)
+        # An accuracy over labels that mean something else would be noise.
+        check_same_classes(
+            "data.val", val.storage, val.manifest,
+            "data.train", sets[0].storage, sets[0].manifest,
+        )  # fmt: skip
+    return [data.manifest for data in sets]
 
 
 def _pack(uri: str, section: BuildSection) -> None:
@@ -134,21 +120,14 @@ class _PackError(VitscaleError):
         self.exit_code = code
 
 
-def fitted(resolved: Resolved, manifest: Manifest, *, say: bool) -> Resolved:
-    """Fit the recipe to the training set: the number of classes comes from there.
+def fitted(resolved: Resolved, manifests: Sequence[Manifest], *, say: bool) -> Resolved:
+    """Fit the recipe to the training sets: the number of classes comes from there.
 
     Raises:
         UserError: They do not fit; before any rank waits for another.
     """
-    config, classes = resolved.config, manifest.num_classes
-    order = Order(
-        manifest.shards.num_samples,
-        config.run.seed,
-        resolved.batch.global_batch,
-        config.data.lanes,
-        config.data.shuffle_block,
-        config.data.tail,
-    )
+    config, classes = resolved.config, manifests[0].num_classes
+    order = build_order(config.data, manifests, config.run.seed, resolved.batch.global_batch)
     steps = rhythm_of(config, order.usable).total_steps
     warmup_steps = schedule_of(config, steps, order.usable).warmup_steps
     if say and warmup_steps >= steps:
@@ -160,8 +139,8 @@ def fitted(resolved: Resolved, manifest: Manifest, *, say: bool) -> Resolved:
     wish = config.model.num_classes
     if wish is not None and wish < classes:
         raise UserError(
-            f"model.num_classes = {wish}, but {config.data.train} has {classes} classes; "
-            "leave model.num_classes out"
+            f"model.num_classes = {wish}, but {config.data.train_sets[0].uri} has {classes} "
+            "classes; leave model.num_classes out"
         )
     if wish is not None:
         return resolved

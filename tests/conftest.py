@@ -7,6 +7,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 
 pytest_plugins = [
     "tests.helpers.s3",
+    "tests.helpers.hosts",
     "tests.helpers.ceph",
     "tests.helpers.runs",
     "tests.helpers.slurm",

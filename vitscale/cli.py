@@ -15,9 +15,12 @@ VERBS = {
     "stats": ("data_prep.stats", "count classes, sizes and formats of a packed dataset"),
     "show": ("data_prep.show", "say what a packed dataset holds, or print samples of it"),
     "bench pack": ("data_prep.bench_pack", "measure the packer beside other writers"),
+    "bench data": ("launchers.bench_data", "measure the training loader beside others"),
+    "doctor": ("launchers.doctor", "foretell how a run will read a dataset, and what will fail"),
     "pretrain": ("launchers.pretrain", "train a model from a recipe"),
     "finetune": ("launchers.finetune", "go on from trained weights: new head, new image size"),
     "evaluate": ("launchers.evaluate", "measure top-1, top-5 and loss of a checkpoint"),
+    "audit": ("launchers.audit", "prove from a run's folder that each sample was fed once"),
     "export": ("launchers.export", "write a checkpoint's weights as one safetensors file"),
 }
 

@@ -34,6 +34,12 @@ class World:
     local_world_size: int = 1
 
     @property
+    def node_ranks(self) -> range:
+        """Ranks of this node, as launchers number them: neighbouring ones."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_world_size)
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank speaks for all."""
         return self.rank == 0

@@ -15,9 +15,15 @@ MANIFEST = SimpleNamespace(num_samples=101, keys_sum64=sum(map(int, HASHES)) % 2
 
 
 def feed(audit, order, positions):
-    found = order.samples(positions)
+    due, found = order.places(positions), order.samples(positions)
+    replaced = np.where(due.substitute, HASHES[due.sample_index].view(np.int64), 0)
     hashes = HASHES[found.sample_index].view(np.int64)
-    audit.add(found.epoch, hashes, found.substitute)
+    audit.add(found.epoch, hashes, due.substitute, replaced)
+
+
+def add_plain(audit, hashes):
+    nobody = np.zeros(len(hashes), dtype=np.int64)
+    audit.add(nobody, hashes.view(np.int64), nobody.astype(bool), nobody)
 
 
 def test_audit_proves_epochs_over_ranks_restart_and_resize():
@@ -43,7 +49,7 @@ def test_audit_proves_epochs_over_ranks_restart_and_resize():
     assert second[0].verdict(totals[0]) is None
     assert second[0].verdict(totals[1]) == "2 examples were fed, 101 were due"
     second[0].close([1])
-    assert second[0].totals([1]).tolist() == [[0, 0]]
+    assert second[0].totals([1]).tolist() == [[0, 0, 0, 0]]
 
 
 def test_audit_notices_an_exchanged_sample():
@@ -51,7 +57,7 @@ def test_audit_notices_an_exchanged_sample():
     audit = EpochAudit.expecting(MANIFEST, order)
     hashes = HASHES.copy()
     hashes[3] = hashes[4]
-    audit.add(np.zeros(101, dtype=np.int64), hashes.view(np.int64))
+    add_plain(audit, hashes)
 
     assert "some were fed twice" in audit.verdict(audit.totals([0])[0])
 
@@ -60,20 +66,43 @@ def test_audit_notices_an_exchanged_sample():
 def test_audit_notices_a_wrong_count(count):
     audit = EpochAudit.expecting(MANIFEST, Order([101], 0, 1))
     hashes = np.resize(HASHES, count)
-    audit.add(np.zeros(count, dtype=np.int64), hashes.view(np.int64))
+    add_plain(audit, hashes)
 
     assert audit.verdict(audit.totals([0])[0]) == f"{count} examples were fed, 101 were due"
 
 
-def test_audit_leaves_out_quarantined_samples_and_their_substitutes():
-    bad = [5, 70]
-    order = Order([40, 40, 21], 0, 12, 4, 2, quarantine=bad)
-    audit = EpochAudit.expecting(MANIFEST, order, [KEYS[i] for i in bad])
+def test_audit_counts_quarantined_samples_under_their_own_keys():
+    audit, order = quarantined([5, 70])
 
     feed(audit, order, np.arange(101))
 
-    assert audit.num_examples == 99
+    (totals,) = audit.totals([0])
+    assert (totals[0], totals[2]) == (99, 2)
+    assert audit.verdict(totals) is None
+
+
+def test_audit_does_not_mind_when_the_damage_was_found():
+    audit, order = quarantined([])
+    feed(audit, order, np.arange(60))
+    order.quarantine([5, 70])  # one of them may have been fed before it was found
+
+    feed(audit, order, np.arange(60, 101))
+
     assert audit.verdict(audit.totals([0])[0]) is None
+
+
+def test_audit_notices_a_sample_that_was_fed_and_replaced():
+    audit, order = quarantined([5, 70])
+    feed(audit, order, np.arange(101))
+    totals = audit.totals([0])[0].copy()
+    totals[3] += 1
+
+    assert "99 examples and 2 in quarantine sum up to" in audit.verdict(totals)
+
+
+def quarantined(bad):
+    order = Order([40, 40, 21], 0, 12, 4, 2, quarantine=bad)
+    return EpochAudit.expecting(MANIFEST, order), order
 
 
 def test_audit_with_dropped_tail_judges_the_count():

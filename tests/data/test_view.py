@@ -13,6 +13,7 @@ from vitscale.config.errors import DataError, UserError
 from vitscale.config.recipe import AugmentConfig, DataConfig
 from vitscale.data import open_dataset
 from vitscale.data.audit import EpochAudit, hash_key
+from vitscale.data.dataset import Dataset
 from vitscale.data.exclusion import exclusions_bytes
 from vitscale.data.loader import build_eval_loader, build_train_loader
 from vitscale.data.manifest import load_class_names, load_index, load_manifest
@@ -118,8 +119,8 @@ def test_an_epoch_of_a_view_feeds_what_is_left_exactly_once(case, tmp_path):
     order = Order(view.shards.num_samples, 1, 4, 2, 2, dataset_digest=view.digest)
     config = DataConfig(train=storage.uri, num_workers=2, cache_dir=str(tmp_path))
     loader = build_train_loader(
-        config, AugmentConfig(), storage, view, order=order, img_size=8, in_chans=3, rank=0,
-        world_size=1, micro_batch=4, start_step=0, seed=1,
+        config, AugmentConfig(), [Dataset(storage, view)], order=order, img_size=8, in_chans=3,
+        rank=0, world_size=1, micro_batch=4, start_step=0, seed=1,
     )  # fmt: skip
     audit = EpochAudit.expecting(view, order)
 
@@ -127,7 +128,8 @@ def test_an_epoch_of_a_view_feeds_what_is_left_exactly_once(case, tmp_path):
     loader.close()
 
     for batch in batches:
-        audit.add(batch.epochs.numpy(), batch.key_hash.numpy(), batch.substitutes.numpy())
+        columns = batch.epochs, batch.key_hash, batch.substitutes, batch.replaced
+        audit.add(*(column.numpy() for column in columns))
     assert audit.verdict(audit.totals([0])[0]) is None
     hashes = {hash_key(key): number for number, key in enumerate(keys_of(range(31)))}
     pairs = [

@@ -68,6 +68,7 @@ def write_dataset(
         kind: "tar" or "arrow".
     """
     rows, keys_sum, ordinal = [], 0, 0
+    samples = []
     for shard_id, size in enumerate(shard_sizes):
         name = f"shard-{shard_id:06d}.{kind}"
         with storage.open_temp() as file:
@@ -80,6 +81,7 @@ def write_dataset(
                 writer.add(key, [(label,)], image, "jpg")
                 digest = xxhash.xxh3_64_intdigest(image)
                 index.append([key, 0, len(image), *shape, "jpg", digest, label])
+                samples.append([shard_id, key, digest, label])
                 keys_sum += xxhash.xxh64_intdigest(key.encode())
                 ordinal += 1
             num_bytes, sha256, offsets = writer.close()
@@ -109,7 +111,7 @@ def write_dataset(
         "shards_sha256": sha256_hex(shards),
         "plan_digest": "",
         "keys_sum64": keys_sum % 2**64,
-        "samples_sha256": "",
+        "samples_sha256": sha256_hex(json_bytes(samples)),
         "image": {"policy": "keep"},
         "ledger": [],
     }

@@ -5,7 +5,6 @@ import difflib
 import json
 import sys
 import tomllib
-import types
 import typing
 from pathlib import Path
 from typing import Any
@@ -88,15 +87,19 @@ def apply_sets(tree: dict[str, Any], assignments: list[str]) -> list[str]:
     return problems
 
 
-def load_recipe(path: Path, assignments: list[str]) -> tuple[RunConfig | None, list[str]]:
+def load_recipe(path: Path | None, assignments: list[str]) -> tuple[RunConfig | None, list[str]]:
     """Read a recipe with its overrides.
+
+    Args:
+        path: A TOML file; None: an empty recipe, which the overrides fill.
+        assignments: "table.key=value", as `--set` takes them.
 
     Returns:
         The recipe, or None where there is none, and all problems found. Where there are problems
         it holds the sound leaves only, so that contradictions among them can be told as well.
     """
     try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        tree = tomllib.loads(path.read_text(encoding="utf-8")) if path else {}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         return None, [f"{path} is not TOML: {error}"]
     problems = apply_sets(tree, assignments)
@@ -127,6 +130,8 @@ def _validate(text: str) -> tuple[RunConfig | None, list[Any]]:
 
 
 # What is missing and needed gets these values while the rest is checked; no check looks at them.
+# Parts of a fault's place that name a branch of a union, not a key.
+BRANCHES = ("str", "list[str]", "<uri>", "<sets>")
 STAND_INS: dict[str, dict[str, Any]] = {
     "data": {"train": "missing"},
     "optim": {"lr": sys.float_info.max},
@@ -154,7 +159,7 @@ def _without(tree: dict[str, Any], faults: list[Any]) -> dict[str, Any]:
 
 def _sentence(detail: Any) -> str:
     """Say one pydantic error the way this project says errors."""
-    path = ".".join(str(part) for part in detail["loc"] if part not in ("str", "list[str]"))
+    path = ".".join(str(part) for part in detail["loc"] if part not in BRANCHES)
     if detail["type"] == "extra_forbidden":
         fields = _fields_at(detail["loc"][:-1])
         close = difflib.get_close_matches(str(detail["loc"][-1]), fields, n=1, cutoff=0.5)
@@ -172,11 +177,20 @@ def _fields_at(path: tuple[int | str, ...]) -> list[str]:
     """Names of the fields of the section at this path."""
     section: type[BaseModel] = RunConfig
     for part in path:
-        annotation = section.model_fields[str(part)].annotation
-        options = typing.get_args(annotation) if _is_union(annotation) else (annotation,)
-        section = next(o for o in options if isinstance(o, type) and issubclass(o, BaseModel))
+        if not isinstance(part, int) and part not in BRANCHES:
+            section = _section_in(section.model_fields[part].annotation)
     return list(section.model_fields)
 
 
-def _is_union(annotation: Any) -> bool:
-    return typing.get_origin(annotation) in (typing.Union, types.UnionType)
+def _section_in(annotation: Any) -> type[BaseModel]:
+    """Find the section in a field's type, which may be a union or a list of it."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = (_section_in(inner) for inner in typing.get_args(annotation) if _holds(inner))
+    return next(found)
+
+
+def _holds(annotation: Any) -> bool:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return True
+    return any(_holds(inner) for inner in typing.get_args(annotation))

@@ -8,10 +8,11 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from vitscale.config.duration import Duration
-from vitscale.config.variants import resolve_shape
+from vitscale.config.model import ModelConfig
+from vitscale.config.section import Section
 
 
 def _checked_duration(text: Any) -> Any:
@@ -28,45 +29,6 @@ Positive = Annotated[int, Field(gt=0)]
 # Examples at a time: the bound catches slips, and keeps the search for better numbers short.
 BatchSize = Annotated[int, Field(gt=0, lt=2**31)]
 Rgb = tuple[float, float, float]
-
-
-class Section(BaseModel):
-    """Base of all tables: unknown keys refused, nothing coerced, nothing changed afterwards."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-
-class ModelConfig(Section):
-    """Shape of the Vision Transformer and its head."""
-
-    # Size letter and patch side in px: "Ti/16", "B/32", "H/14"; any patch side is allowed.
-    variant: str = "B/16"
-    # Input side, px; a multiple of the patch.
-    img_size: Positive = 224
-    in_chans: Positive = 3
-    # Classes of the head; absent: as many as the training set has.
-    num_classes: Annotated[int, Field(ge=0)] | None = None
-    # Overrides of the variant's size.
-    embed_dim: Positive | None = None
-    depth: Positive | None = None
-    num_heads: Positive | None = None
-    mlp_dim: Positive | None = None
-    class_token: bool = True
-    # What the head reads: the class token, or the average over the patch tokens.
-    global_pool: Literal["token", "avg"] = "token"
-    pos_embed: Literal["learned", "sincos2d"] = "learned"
-    qkv_bias: bool = True
-    # "mlp" is the paper's pre-training head: one hidden layer with tanh (arXiv:2010.11929, 3.1).
-    head: Literal["linear", "mlp"] = "linear"
-    # Initial bias of the head; -10 suits the sigmoid loss over many classes.
-    head_bias: float = 0.0
-    # "gelu" is the erf form (timm), "gelu_tanh" the approximation that the paper's code uses.
-    act: Literal["gelu", "gelu_tanh"] = "gelu"
-    norm_eps: Annotated[float, Field(gt=0)] = 1e-6
-    # Dropout after the position embedding, the attention projection and both MLP layers.
-    drop_rate: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    # Recompute the blocks' activations in the backward pass: less memory, about a third more work.
-    grad_checkpointing: bool = False
 
 
 class BuildSection(Section):
@@ -94,17 +56,41 @@ class BuildConfig(Section):
     val: BuildSection | None = None
 
 
+class TrainSet(Section):
+    """One dataset of a mixture."""
+
+    # A packed dataset: a folder, file:// or s3://bucket/prefix.
+    uri: str
+    # Its name in messages, metrics and checkpoints; absent: set0, set1 and so on.
+    name: str | None = None
+    # Its share of the examples against the other weights; in all or none of the datasets.
+    weight: Annotated[float, Field(gt=0)] | None = None
+    # As data.label_column and data.exclude.
+    label_column: str | None = None
+    exclude: str | None = None
+
+
 class DataConfig(Section):
     """Which datasets are read, and how."""
 
-    # Packed datasets: a folder, file:// or s3://bucket/prefix.
-    train: str
+    # Packed datasets: a folder, file:// or s3://bucket/prefix; or several, as [[data.train]]
+    # tables with uri, weight and so on.
+    train: Annotated[
+        Annotated[str, Tag("<uri>")]
+        | Annotated[list[TrainSet], Field(min_length=1), Tag("<sets>")],
+        Discriminator(lambda value: "<uri>" if isinstance(value, str) else "<sets>"),
+    ]
     val: str | None = None
     # Label column that is trained and evaluated on, stored or added; absent: the first stored one.
     # Samples without a label in an added column are left out.
     label_column: str | None = None
     # List of samples of data.train that are left out, as `vitscale dedup` writes it.
     exclude: str | None = None
+    # Shares of several datasets without weights: samples to this power. 1 mixes by size, 0 evenly.
+    mix_temperature: Annotated[float, Field(ge=0)] = 1.0
+    # Random crops of a JPEG are decoded at full size, or at the smallest of 1/8, 1/4 and 1/2 that
+    # leaves img_size px on both sides: faster for big pictures, and the pixels are others.
+    jpeg_scale: Literal["exact", "fast"] = "exact"
     # Reader processes of one rank; 0 reads in the training process.
     num_workers: Annotated[int, Field(ge=0)] = 2
     # Micro-batches that each reader process prepares ahead.
@@ -115,10 +101,34 @@ class DataConfig(Section):
     shuffle_block: Positive = 16
     # End of an epoch inside a batch: go on into the next epoch, or leave the remainder out.
     tail: Literal["carry", "drop"] = "carry"
+    # A sample whose bytes are damaged or no picture ends the run, or another one of its window
+    # stands in for it and the run remembers it.
+    on_bad_sample: Literal["stop", "substitute"] = "stop"
+    # Samples that a run may lose in all, and one directly after the other.
+    max_bad_samples: Annotated[int, Field(ge=0)] = 1000
+    max_bad_in_a_row: Positive = 32
+    # Waiting for data that ends the run, s: before the collectives of the other ranks time out.
+    stall_limit_s: Annotated[float, Field(ge=1, le=1700)] = 900.0
     # Copies of remote shards, shared by the ranks of a node.
     cache_dir: str = "~/.cache/vitscale/shards"
     cache_limit_bytes: Positive = 200_000_000_000
+    # Bytes of remote shards that a node fetches before they are read; absent: the next window of
+    # shuffle_block shards of each of its lanes, as far as the cache has room.
+    prefetch_bytes: Positive | None = None
+    # Downloads of shards at a time, of all ranks and jobs of a node that share cache_dir.
+    downloads_per_node: Positive = 8
     build: BuildConfig | None = None
+
+    @property
+    def train_sets(self) -> list[TrainSet]:
+        """The training sets, each with a name."""
+        if isinstance(self.train, str):
+            own = TrainSet(uri=self.train, label_column=self.label_column, exclude=self.exclude)
+            return [own.model_copy(update={"name": "set0"})]
+        return [
+            one.model_copy(update={"name": one.name or f"set{k}"})
+            for k, one in enumerate(self.train)
+        ]
 
 
 class AugmentConfig(Section):
@@ -130,8 +140,16 @@ class AugmentConfig(Section):
     crop_scale: tuple[Fraction, Fraction] = (0.05, 1.0)
     # Width over height of the crop: least, most.
     crop_ratio: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (0.75, 4 / 3)
+    # Average all pixels where a picture shrinks to a square. The paper's code does not
+    # (tf.image.resize): it interpolates between the nearest pixels and skips the others.
+    antialias: bool = False
     # Probability of a horizontal flip.
     hflip: Fraction = 0.5
+    # MixUp and CutMix of pairs of examples: both parameters of the Beta distribution of their
+    # shares, 0 for none; with both, mix_switch_prob is the probability of CutMix.
+    mixup: Annotated[float, Field(ge=0, le=2)] = 0.0
+    cutmix: Annotated[float, Field(ge=0, le=2)] = 0.0
+    mix_switch_prob: Fraction = 0.5
     # "center": shorter side to img_size / eval_crop_ratio, then the middle; "resize": squared.
     eval_crop: Literal["center", "resize"] = "center"
     # 224 of 256 px, as in the paper's code base.
@@ -144,15 +162,44 @@ class AugmentConfig(Section):
 class LossConfig(Section):
     """What is minimised."""
 
-    # "sigmoid" is a binary cross-entropy a class, summed over the classes.
+    # "sigmoid" is a binary cross-entropy a class.
     name: Literal["softmax", "sigmoid"] = "softmax"
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    # Sigmoid only: the classes of an example are summed, or averaged (DeiT III).
+    over_classes: Literal["sum", "mean"] = "sum"
+    # Sigmoid only: both classes of a mixed example count in full (DeiT III).
+    multi_hot: bool = False
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong between fields that are each right."""
+        if self.name == "sigmoid" and self.label_smoothing:
+            yield (
+                f"loss.label_smoothing = {self.label_smoothing} has no meaning with "
+                'loss.name = "sigmoid"; set it to 0 or use "softmax"'
+            )
+        if self.name == "softmax" and (self.over_classes != "sum" or self.multi_hot):
+            yield (
+                f'loss.over_classes = "{self.over_classes}" and loss.multi_hot = '
+                f'{str(self.multi_hot).lower()} are for loss.name = "sigmoid"; leave them out'
+            )
+
+
+# Leaf of [optim] -> the schedules that it is for.
+_SCHEDULE_OF = {
+    "timescale": ("rsqrt",),
+    "cooldown": ("rsqrt", "wsd"),
+    "drop_at": ("step",),
+    "drop_factor": ("step",),
+    "min_lr": ("linear", "cosine", "rsqrt", "wsd"),
+}
 
 
 class OptimConfig(Section):
     """Optimizer, learning rate and averaging."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    # "adafactor" is that of arXiv:2106.04560; "muon" moves the matrices of the blocks, AdamW with
+    # the same learning rate the rest.
+    name: Literal["adamw", "sgd", "lamb", "lion", "adafactor", "muon"] = "adamw"
     # Peak learning rate.
     lr: Annotated[float, Field(gt=0)]
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
@@ -160,19 +207,51 @@ class OptimConfig(Section):
         0.999,
     )
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    # SGD only.
+    # SGD, Adafactor, and Muon, where 0.95 is usual.
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    # AdamW: decoupled, multiplied by the learning rate, as the paper's values are; SGD: L2.
+    # Of kernels. Decoupled, multiplied by the learning rate, as the paper's values are; SGD: L2;
+    # LAMB: part of the step whose length it sets.
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    # Of the head's kernel; absent: weight_decay.
+    weight_decay_head: Annotated[float, Field(ge=0)] | None = None
+    # Learning rate of a block over that of the block above it; absent: all the same.
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
     # Largest norm of the whole gradient, 0 for no clipping; or from the DeepSpeed JSON.
     grad_clip_norm: Annotated[float, Field(ge=0)] | None = None
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    # "rsqrt": 1 / sqrt(1 + steps / timescale); "step": lower from drop_at on; "wsd": constant
+    # until the cooldown.
+    schedule: Literal["constant", "linear", "cosine", "rsqrt", "step", "wsd"] = "cosine"
     # Linear warm-up from 0.
     warmup: DurationText = "0steps"
     # Learning rate at the end of the schedule.
     min_lr: Annotated[float, Field(ge=0)] = 0.0
+    # "rsqrt" only.
+    timescale: DurationText = "10000steps"
+    # "rsqrt" and "wsd": the last part of the run, in which the rate falls to min_lr on a line.
+    cooldown: DurationText = "0steps"
+    # "step" only: when the rate is multiplied by drop_factor.
+    drop_at: list[DurationText] = Field(default_factory=list)
+    drop_factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
     # Decay a step of the averaged weights ("Polyak averaging"; the paper: 0.9999); absent: none.
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong between fields that are each right."""
+        if self.min_lr > self.lr:
+            yield f"optim.min_lr = {self.min_lr} is above optim.lr = {self.lr}"
+        for name, schedules in _SCHEDULE_OF.items():
+            value = getattr(self, name)
+            if self.schedule not in schedules and value != type(self).model_fields[
+                name
+            ].get_default(call_default_factory=True):
+                yield (
+                    f"optim.{name} = {value!r} has no meaning with optim.schedule = "
+                    f'"{self.schedule}"; it is for {" and ".join(schedules)}'
+                )
+        if self.schedule == "wsd" and Duration.parse(self.cooldown).value == 0:
+            yield 'optim.schedule = "wsd" needs optim.cooldown, such as "20%"'
+        if self.schedule == "step" and not self.drop_at:
+            yield 'optim.schedule = "step" needs optim.drop_at, such as ["30epochs", "60epochs"]'
 
 
 class BatchConfig(Section):
@@ -216,6 +295,9 @@ class RunSection(Section):
     stop_at: DurationText | None = None
     # Ask torch for deterministic kernels; CPU runs are bitwise repeatable anyway.
     deterministic: bool = False
+    # Leaves that may differ from those of the checkpoint that the run goes on from, where that is
+    # else refused: "data.train.weight".
+    allow_change: list[Literal["data.train.weight"]] = Field(default_factory=list)
     # Compile DeepSpeed's shared-memory collective for several ranks on one CPU: a minute or two
     # at the first start, and a C++ compiler.
     cpu_shm_comm: bool = False
@@ -235,10 +317,7 @@ class RunConfig(Section):
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong between fields that are each right."""
-        try:
-            resolve_shape(self.model)
-        except ValueError as error:
-            yield str(error)
+        yield from self.model.problems()
         if self.model.in_chans not in (1, 3):
             yield f"model.in_chans = {self.model.in_chans}: there are 1 (grey) and 3 (RGB)"
         for name in ("crop_scale", "crop_ratio"):
@@ -247,17 +326,13 @@ class RunConfig(Section):
                 yield f"augment.{name} = [{least}, {most}]: the first value must not be the larger"
         if min(self.augment.std) <= 0:
             yield f"augment.std = {list(self.augment.std)}: every value must be above 0"
-        if self.optim.min_lr > self.optim.lr:
-            yield f"optim.min_lr = {self.optim.min_lr} is above optim.lr = {self.optim.lr}"
-        if self.loss.name == "sigmoid" and self.loss.label_smoothing:
-            yield (
-                f"loss.label_smoothing = {self.loss.label_smoothing} has no meaning with "
-                'loss.name = "sigmoid"; set it to 0 or use "softmax"'
-            )
+        yield from self.optim.problems()
+        yield from self.loss.problems()
         if self.data.build is not None and self.data.build.val and self.data.val is None:
             yield (
                 "data.build.val is given but data.val does not say where to; give both or neither"
             )
+        yield from self._mixture_problems()
         batch, lanes = self.batch.global_batch, self.data.lanes
         if batch and lanes and batch % lanes:
             yield (
@@ -273,6 +348,28 @@ class RunConfig(Section):
                 yield f'run.{name} = "{text}" must be longer than nothing'
             if name == "duration" and duration.unit == "%":
                 yield f'run.duration = "{text}": a run cannot be a percentage of itself'
+
+    def _mixture_problems(self) -> Iterator[str]:
+        if isinstance(self.data.train, str):
+            return
+        sets = self.data.train_sets
+        names = [one.name for one in sets]
+        if len(set(names)) < len(names):
+            yield f"data.train: the names {names} repeat; give every dataset another `name`"
+        weighted = [one.name for one in sets if one.weight is not None]
+        if weighted and len(weighted) < len(sets):
+            yield (
+                f"data.train: {', '.join(map(str, weighted))} have a weight and the others none; "
+                "give all of them one, or none"
+            )
+        if weighted and self.data.mix_temperature != 1.0:
+            yield (
+                f"data.mix_temperature = {self.data.mix_temperature} has no meaning beside weights "
+                "in data.train; remove one of them"
+            )
+        for leaf in ("label_column", "exclude"):
+            if getattr(self.data, leaf) is not None:
+                yield f"data.{leaf}: several datasets have each their own, in [[data.train]]"
 
 
 def nearest_divisors(number: int, wish: int) -> str:

@@ -14,7 +14,7 @@ look at. Nothing is materialised but one table of the shards for the current epo
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,12 +22,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitscale.config.errors import DataError, UserError
-from vitscale.data.windows import EpochTable, Windows
+from vitscale.data.windows import EpochTable
 
 # Most lanes that are taken without being asked for: whole lanes for up to 64 nodes.
 DEFAULT_LANES = 64
 # A batch can lie across two epochs, and prefetching can already be in the one after.
 _CACHED_EPOCHS = 3
+# Candidates for a substitute that are looked up at once.
+_REPLACEMENTS = 64
+# Version of what `state` gives.
+STATE_VERSION = 2
 
 Int64 = NDArray[np.int64]
 
@@ -43,7 +47,7 @@ class Located:
     index: Int64
     # Ordinal of the sample in the dataset: samples of all earlier shards + index.
     sample_index: Int64
-    # True where a quarantined sample was replaced by another one of its window.
+    # True where the sample of the position is in quarantine.
     substitute: NDArray[np.bool_]
 
 
@@ -75,7 +79,7 @@ class Order:
             batches; what is left out lies in the last window of the last lane and so is another
             random handful every epoch.
         quarantine: sample_index of the samples that must not be fed.
-        dataset_digest: Digest of the manifest, kept in the state.
+        dataset_digest: Names the samples and their shards (`order_digest`), kept in the state.
 
     Raises:
         UserError: The values contradict each other.
@@ -102,6 +106,7 @@ class Order:
         whole = self.num_samples // global_batch * global_batch
         # Samples fed in one epoch; the length of an epoch in positions.
         self.usable = whole if tail == "drop" else self.num_samples
+        self._sizes = sizes
         self._starts = np.concatenate([[0], np.cumsum(sizes)])
         self._quarantine = np.unique(np.fromiter(quarantine, dtype=np.int64))
         self._epochs: OrderedDict[int, EpochTable] = OrderedDict()
@@ -130,6 +135,19 @@ class Order:
         if problems:
             raise UserError("; ".join(problems))
 
+    # Datasets; a mixture has several.
+    num_sources = 1
+
+    @property
+    def num_shards(self) -> int:
+        """Shards, empty ones too."""
+        return len(self._starts) - 1
+
+    @property
+    def shard_sizes(self) -> Int64:
+        """Samples of each shard."""
+        return np.diff(self._starts)
+
     @property
     def steps_per_epoch(self) -> float:
         """Steps in which one epoch is fed; not whole where batches carry over."""
@@ -150,6 +168,22 @@ class Order:
             Its epoch, from 0.
         """
         return seen_examples // self.usable
+
+    def open_epochs(self, seen_examples: int) -> list[range]:
+        """Give, for each dataset, the epochs that are begun and not complete; earlier ones are.
+
+        Args:
+            seen_examples: Examples consumed since step 0.
+
+        Returns:
+            Of this one dataset the one epoch of the next example.
+        """
+        epoch = self.epoch_at(seen_examples)
+        return [range(epoch, epoch + 1)]
+
+    def source_of(self, positions: Int64) -> Int64:
+        """Give the dataset that fills each position: 0, there is one."""
+        return np.zeros(len(positions), dtype=np.int64)
 
     def step_positions(self, step: int) -> Int64:
         """Return the positions of the batch that follows `step` completed updates.
@@ -188,67 +222,105 @@ class Order:
         by_lane = np.arange(self.global_batch, dtype=np.int64).reshape(-1, self.lanes).T.reshape(-1)
         return np.sort(by_lane[rank * count : (rank + 1) * count])
 
+    def quarantine(self, samples: Collection[int]) -> None:
+        """Keep more samples from being fed, at every position from now on.
+
+        Args:
+            samples: Their sample_index.
+        """
+        more = np.fromiter(samples, dtype=np.int64)
+        self._quarantine = np.union1d(self._quarantine, more)
+
     def samples(self, positions: Int64) -> Located:
-        """Find the samples of some positions; the cost does not depend on where they are.
+        """Find the samples that are fed at some positions, wherever these are.
 
         Args:
             positions: Any positions, 0 or more, in any order.
 
         Returns:
-            Their samples, elementwise.
+            Their samples, elementwise; substitutes in the place of those in quarantine.
 
         Raises:
             DataError: All samples of a window that is asked for are in quarantine.
         """
+        found = self.places(positions)
+        for i in np.flatnonzero(found.substitute):
+            shard_id, index = next(self.replacements(int(positions[i])))
+            found.shard_id[i], found.index[i] = shard_id, index
+            found.sample_index[i] = self._starts[shard_id] + index
+        return found
+
+    def places(self, positions: Int64) -> Located:
+        """Find the samples that belong to some positions; the cost does not depend on where.
+
+        Args:
+            positions: Any positions, 0 or more, in any order.
+
+        Returns:
+            Their samples, elementwise; `substitute` marks those that are in quarantine.
+        """
         positions = np.asarray(positions, dtype=np.int64)
         epochs, q = np.divmod(positions, self.usable)
-        result = Located(
-            epoch=epochs,
-            shard_id=np.empty_like(q),
-            index=np.empty_like(q),
-            sample_index=np.empty_like(q),
-            substitute=np.zeros(len(q), dtype=bool),
-        )
+        shard_id, index = np.empty_like(q), np.empty_like(q)
         for epoch in np.unique(epochs):
             mine = np.flatnonzero(epochs == epoch)
             table = self._epoch(int(epoch))
-            window, within = table.windows(q[mine])
-            shard_id, index = table.at(window, within)
-            bad = np.isin(self._starts[shard_id] + index, self._quarantine)
-            for i in np.flatnonzero(bad):
-                shard_id[i], index[i] = self._substitute(table, window, int(i), int(within[i]))
-            result.shard_id[mine], result.index[mine] = shard_id, index
-            result.sample_index[mine] = self._starts[shard_id] + index
-            result.substitute[mine] = bad
-        return result
+            shard_id[mine], index[mine] = table.at(*table.windows(q[mine]))
+        sample_index = self._starts[shard_id] + index
+        bad = np.isin(sample_index, self._quarantine)
+        return Located(epochs, shard_id, index, sample_index, bad)
+
+    def replacements(self, position: int) -> Iterator[tuple[int, int]]:
+        """Give what may stand in for the sample of a position: the others of its window, in turn.
+
+        Which one is taken does not depend on who asks, nor on which of the samples that cannot be
+        read are known already: whoever tries them in this order meets the same first sound one.
+
+        Args:
+            position: The position.
+
+        Yields:
+            shard_id and index of samples that are not in quarantine.
+
+        Raises:
+            DataError: There is none left.
+        """
+        epoch, q = divmod(position, self.usable)
+        table = self._epoch(epoch)
+        window, within = table.windows(np.array([q], dtype=np.int64))
+        size = int(window.size[0])
+        for start in range(1, size, _REPLACEMENTS):
+            count = min(_REPLACEMENTS, size - start)
+            others = (within + np.arange(start, start + count, dtype=np.int64)) % size
+            shard_id, index = table.at(window.repeated(0, count), others)
+            good = ~np.isin(self._starts[shard_id] + index, self._quarantine)
+            yield from zip(shard_id[good].tolist(), index[good].tolist(), strict=True)
+        shards = self.shards_around(position)
+        raise DataError(
+            f"all {size} samples of a shuffle window are in quarantine or damaged, shard_id "
+            f"{shards}; repair the dataset or raise data.shuffle_block = {self.shuffle_block}"
+        )
+
+    def shards_around(self, position: int) -> list[int]:
+        """Give the shards of a position's window, for messages."""
+        epoch, q = divmod(position, self.usable)
+        table = self._epoch(epoch)
+        window, _ = table.windows(np.array([q], dtype=np.int64))
+        first, last = int(window.start[0]), int(window.start[0] + window.size[0] - 1)
+        ends = np.searchsorted(table.starts, [first, last], side="right") - 1
+        return sorted(int(shard) for shard in table.shards[ends[0] : ends[1] + 1])
 
     def _epoch(self, epoch: int) -> EpochTable:
         if epoch in self._epochs:
             self._epochs.move_to_end(epoch)
             return self._epochs[epoch]
         table = EpochTable(
-            np.diff(self._starts), self.seed, epoch, self.usable, self.lanes, self.shuffle_block
+            self._sizes, self.seed, epoch, self.usable, self.lanes, self.shuffle_block
         )
         self._epochs[epoch] = table
         if len(self._epochs) > _CACHED_EPOCHS:
             self._epochs.popitem(last=False)
         return table
-
-    def _substitute(
-        self, table: EpochTable, window: Windows, i: int, within: int
-    ) -> tuple[int, int]:
-        size = int(window.size[i])
-        others = (within + np.arange(1, size, dtype=np.int64)) % size
-        whole = window.repeated(i, size - 1)
-        shard_id, index = table.at(whole, others)
-        good = np.flatnonzero(~np.isin(self._starts[shard_id] + index, self._quarantine))
-        if not good.size:
-            raise DataError(
-                f"all {size} samples of a shuffle window are in quarantine, shard_id "
-                f"{sorted(set(shard_id.tolist()))}; repair the dataset or raise shuffle_block = "
-                f"{self.shuffle_block}"
-            )
-        return int(shard_id[good[0]]), int(index[good[0]])
 
     def state(self, seen_examples: int) -> dict[str, Any]:
         """Describe the order and how far the model has consumed it, for a checkpoint.
@@ -260,6 +332,7 @@ class Order:
             Plain values, equal on all ranks.
         """
         return {
+            "version": STATE_VERSION,
             "seen_examples": seen_examples,
             "epoch": self.epoch_at(seen_examples),
             "dataset_digest": self.dataset_digest,
@@ -282,6 +355,12 @@ class Order:
             UserError: Values that make the batches differ; names each with both values.
         """
         now = self.state(0)
+        if saved.get("version") != STATE_VERSION:
+            raise UserError(
+                f"the data order of the checkpoint has version {saved.get('version', 1)}, this "
+                f"vitscale writes and reads version {STATE_VERSION}; go on with the release that "
+                "wrote it, or start anew from its weights (--init)"
+            )
         wrong = [
             f"{name}: the checkpoint has {saved.get(name)!r}, this run {now[name]!r}"
             for name in now

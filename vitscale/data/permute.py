@@ -5,6 +5,7 @@ random generator: keys come from BLAKE2b, permutations from a small Feistel netw
 """
 
 import hashlib
+import math
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 # a chi-square test over 20,000 keys finds nothing (tests/data/test_order.py has it).
 _ROUNDS = 6
 # Elements permuted at once where all are asked for: keeps the temporaries in the cache.
-_CHUNK = 65_536
+_CHUNK = 32_768
 
 _U64 = np.uint64
 _GOLDEN = _U64(0x9E3779B97F4A7C15)
@@ -107,14 +108,22 @@ def _rounds(
 def _add_modulo(
     half: NDArray[np.uint64], noise: NDArray[np.uint64], modulus: NDArray[np.uint64]
 ) -> NDArray[np.uint64]:
+    half = half + _scaled(noise, modulus)
+    return np.where(half >= modulus, half - modulus, half)
+
+
+def _scaled(noise: NDArray[np.uint64], modulus: NDArray[np.uint64]) -> NDArray[np.uint64]:
     # Upper 32 bits of noise scaled to 0 .. modulus - 1 by a product: several times faster than a
     # 64-bit remainder. A half stays below 2^32 because sizes stay below 2^62.
-    half = half + (((noise >> _LOW_32_BITS) * modulus) >> _LOW_32_BITS)
-    return np.where(half >= modulus, half - modulus, half)
+    return ((noise >> _LOW_32_BITS) * modulus) >> _LOW_32_BITS
 
 
 def permutation(size: int, key: int) -> NDArray[np.int64]:
     """Write out a whole keyed permutation of 0 .. size - 1.
+
+    The same as `permute` of every value, ten times faster: with one key, what a round adds depends
+    on a column or a row alone, so it is looked up in tables of about sqrt(size) values. They are
+    repeated as often as a half can pass its modulus, so the remainder is taken once, at the end.
 
     Args:
         size: Its length, 0 or more.
@@ -124,9 +133,44 @@ def permutation(size: int, key: int) -> NDArray[np.int64]:
         The images of 0, 1, ... in order.
     """
     result = np.empty(size, dtype=np.int64)
-    for start in range(0, size, _CHUNK):
-        values = np.arange(start, min(start + _CHUNK, size), dtype=np.int64)
-        result[start : start + _CHUNK] = permute(
-            values, np.full_like(values, size), np.full(len(values), key, dtype=_U64)
-        )
+    rows = math.ceil(math.sqrt(size))
+    columns = -(-size // rows) if rows else 0
+    tables = _round_tables(rows, columns, key)
+    row_starts = np.tile(np.arange(rows, dtype=np.int64) * columns, _ROUNDS + 1)
+    rest = np.tile(np.arange(columns, dtype=np.int64), _ROUNDS + 1)
+    step = max(1, _CHUNK // max(columns, 1))
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        row = np.repeat(np.arange(first, last, dtype=np.int64), columns)
+        column = np.tile(np.arange(columns, dtype=np.int64), last - first)
+        for by_column, by_row in tables:
+            row += by_column.take(column)
+            column += by_row.take(row)
+        part = result[first * columns : last * columns]
+        part[:] = (row_starts.take(row) + rest.take(column))[: len(part)]
+    outside = np.flatnonzero(result >= size)
+    while outside.size:
+        shape = (np.full(outside.size, value, dtype=_U64) for value in (rows, columns, key))
+        walked = _rounds(result[outside].astype(_U64), *shape).astype(np.int64)
+        result[outside] = walked
+        outside = outside[walked >= size]
     return result
+
+
+def _round_tables(
+    rows: int, columns: int, key: int
+) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Give, for each round, what is added to a row by column, and to a column by row."""
+    tables = []
+    keys = np.array([key], dtype=_U64)
+    for number in range(_ROUNDS):
+        pair = []
+        for length, modulus in ((columns, rows), (rows, columns)):
+            noise = mix64(np.arange(length, dtype=_U64) ^ keys)
+            added = _scaled(noise, np.array([modulus], dtype=_U64)).astype(np.int64)
+            keys = keys * _NEXT_KEY[0] + _NEXT_KEY[1]
+            pair.append(added)
+        # Before it is looked up in round n, a column has passed its modulus n times at most, and
+        # a row, which was added to just before, once more.
+        tables.append((np.tile(pair[0], number + 1), np.tile(pair[1], number + 2)))
+    return tables

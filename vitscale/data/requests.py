@@ -12,7 +12,11 @@ from numpy.typing import NDArray
 
 from vitscale.config.errors import UserError
 from vitscale.data.manifest import Manifest
+from vitscale.data.mixture import Mixture
 from vitscale.data.order import Order, eval_slots
+
+# Positions that are looked up at once: alone, each would cost a hundred times as much.
+_LOOKED_UP = 4096
 
 
 @dataclass(frozen=True)
@@ -25,8 +29,8 @@ class Requests:
     shard_ids: NDArray[np.int64]
     indexes: NDArray[np.int64]
     sample_indexes: NDArray[np.int64]
-    # True where a quarantined sample was replaced.
-    substitutes: NDArray[np.bool_]
+    # True where the sample is in quarantine: another one has to stand in for it.
+    quarantined: NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -50,7 +54,7 @@ class TrainRequests:
     """
 
     def __init__(
-        self, order: Order, rank: int, world_size: int, micro_batch: int, start_step: int
+        self, order: Order | Mixture, rank: int, world_size: int, micro_batch: int, start_step: int
     ) -> None:
         self.order, self.micro_batch, self.start_step = order, micro_batch, start_step
         self.slots = order.rank_slots(rank, world_size)
@@ -62,14 +66,16 @@ class TrainRequests:
 
     @property
     def shards_at_a_time(self) -> int:
-        """Shards from which the rank reads at any moment, at most."""
+        """Shards of one dataset from which the rank reads at any moment, at most."""
         return len(np.unique(self.slots % self.order.lanes)) * (self.order.shuffle_block + 1)
 
     def __iter__(self) -> Iterator[Requests]:
-        step = self.start_step
+        step, own = self.start_step, len(self.slots)
+        at_once = max(_LOOKED_UP // own, 1)
         while True:
-            positions = self.order.step_positions(step)[self.slots]
-            found = self.order.samples(positions)
+            steps = [self.order.step_positions(step + k)[self.slots] for k in range(at_once)]
+            positions = np.concatenate(steps)
+            found = self.order.places(positions)
             share = Requests(
                 positions,
                 found.epoch,
@@ -80,7 +86,7 @@ class TrainRequests:
             )
             for start in range(0, len(positions), self.micro_batch):
                 yield share[start : start + self.micro_batch]
-            step += 1
+            step += at_once
 
 
 class EvalRequests:

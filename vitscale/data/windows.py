@@ -53,7 +53,8 @@ class EpochTable:
         # Shards in this epoch's order, and where each begins when they are laid end to end.
         order = permutation(len(sizes), stream(seed, "shards", epoch))
         self.shards = order.astype(np.int32)
-        self.starts = np.concatenate([[0], np.cumsum(sizes[order])])
+        self.starts = np.zeros(len(sizes) + 1, dtype=np.int64)
+        np.cumsum(sizes.take(order), out=self.starts[1:])
         self.window_key = stream(seed, "window", epoch)
         # Place in `shards` of the shard in which each lane begins.
         lane_starts, _ = self._lane_bounds(np.arange(lanes, dtype=np.int64))

@@ -5,33 +5,30 @@ from typing import Any
 
 from vitscale.config.errors import UserError
 from vitscale.config.recipe import RunConfig
-from vitscale.data.order import Order
 from vitscale.training.run_folder import changed_leaves
 
 # What the tensors of a checkpoint depend on.
 _FIXED = (
     "model.variant", "model.img_size", "model.in_chans", "model.num_classes", "model.embed_dim",
     "model.depth", "model.num_heads", "model.mlp_dim", "model.class_token", "model.global_pool",
-    "model.pos_embed", "model.qkv_bias", "model.head", "optim.name",
+    "model.pos_embed", "model.pos_embed_at", "model.no_embed_class", "model.qkv_bias",
+    "model.qk_norm", "model.reg_tokens", "model.pre_norm", "model.final_norm", "model.fc_norm",
+    "model.norm", "model.block", "model.mlp", "model.init_values", "model.head", "optim.name",
 )  # fmt: skip
 
 
-def check_saved(
-    saved: dict[str, Any], config: RunConfig, order: Order, total_steps: int, path: Path
-) -> None:
+def check_saved(saved: dict[str, Any], config: RunConfig, total_steps: int, path: Path) -> None:
     """Compare a checkpoint's state.json with this run.
 
     Args:
         saved: The state; the same on all ranks.
         config: This run's resolved recipe.
-        order: This run's data order.
         total_steps: Its length.
         path: The checkpoint, for messages.
 
     Raises:
-        UserError: Other batches, another model or optimizer, or nothing left to train.
+        UserError: Another model or optimizer, or nothing left to train.
     """
-    order.check_state(saved["order"])
     now = config.model_dump(mode="json")
     changes = changed_leaves(saved["recipe"], now)
     fixed = [text for text in changes if text.split(":")[0] in _FIXED]

@@ -1,5 +1,6 @@
 """One training run from a resolved recipe to a finished run folder: puts the parts together."""
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,18 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from vitscale.config.ds_json import Resolved
-from vitscale.config.errors import UserError
-from vitscale.data.audit import EpochAudit
-from vitscale.data.dataset import open_dataset
-from vitscale.data.loader import Batch, build_eval_loader, build_train_loader
-from vitscale.data.order import Order
+from vitscale.config.errors import UserError, VitscaleError
+from vitscale.data import picture
+from vitscale.data.loader import Batch
 from vitscale.data.permute import stream
 from vitscale.distributed import Collectives, World
 from vitscale.evaluation.classification import evaluate_classification
-from vitscale.models.build import create_model
-from vitscale.models.vit import VisionTransformer
+from vitscale.models.build import Model, create_model
 from vitscale.models.weights import load_weights, read_safetensors
 from vitscale.observe.log import RunLog
 from vitscale.observe.metrics import MetricsFile, read_metrics
@@ -35,6 +34,7 @@ from vitscale.training.losses import build_loss
 from vitscale.training.recorder import StepRecorder
 from vitscale.training.resume import check_saved
 from vitscale.training.rhythm import rhythm_of, schedule_of
+from vitscale.training.run_data import RunData
 from vitscale.training.run_folder import RunFolder, changed_leaves
 from vitscale.training.schedule import due
 
@@ -130,22 +130,9 @@ class _Run:
         self.request, self.collectives, self.log = request, collectives, log
         self.config = request.resolved.config
         self.world = request.world
-        data = self.config.data
-        self.data = open_dataset(data.train, data.label_column, data.exclude)
-        self.val = open_dataset(data.val, data.label_column) if data.val else None
-        manifest = self.data.manifest
-        assert self.config.batch.global_batch is not None
-        self.order = Order(
-            manifest.shards.num_samples,
-            self.config.run.seed,
-            self.config.batch.global_batch,
-            self.config.data.lanes,
-            self.config.data.shuffle_block,
-            self.config.data.tail,
-            dataset_digest=manifest.digest,
-        )
+        self.data = RunData(self.config, self.world, request.resolved.batch.micro_batch, log)
+        self.order = self.data.order
         self.rhythm = rhythm_of(self.config, self.order.usable)
-        self.audit = EpochAudit.expecting(manifest, self.order)
         self.state = TrainState()
         self.loader: Any = None
         self.metrics: MetricsFile | None = None
@@ -172,9 +159,13 @@ class _Run:
         saved = self.checkpoints.read_state(checkpoint) if checkpoint is not None else None
         if checkpoint is not None and saved is not None:
             self.checkpoints.check_topology(checkpoint)
-            if any(other != saved for other in self.collectives.gather(saved)):
-                raise UserError(f"the ranks read different states from {checkpoint.path}")
-            check_saved(saved, config, self.order, self.rhythm.total_steps, checkpoint.path)
+            if not self._is_same_everywhere(saved):
+                raise UserError(
+                    f"the ranks read different states from {checkpoint.path}; the file system "
+                    "shows them different files: check that the run folder is shared by all nodes"
+                )
+            self.data.take_over(saved)
+            check_saved(saved, config, self.rhythm.total_steps, checkpoint.path)
         elif config.init.source:
             self._initialise(model, config.init.source)
         if checkpoint is None and self.world.is_first and request.folder.metrics.exists():
@@ -188,7 +179,14 @@ class _Run:
         self._open_outputs()
         self._announce(model)
 
-    def _initialise(self, model: VisionTransformer, source: str) -> None:
+    def _is_same_everywhere(self, state: dict[str, Any]) -> bool:
+        """Compare the hash of a state over the ranks."""
+        text = json.dumps(state, sort_keys=True).encode()
+        own = xxhash.xxh64_intdigest(text)
+        first = self.collectives.from_first(own)
+        return not self.collectives.any(own != first)
+
+    def _initialise(self, model: Model, source: str) -> None:
         path = find_weights(source, ema=self.config.init.ema)
         weights, _ = read_safetensors(path)
         resize, new_head = self.config.init.pos_embed_resize, self.request.new_head
@@ -199,7 +197,7 @@ class _Run:
         """Take over where the checkpoint stands."""
         self.state = TrainState(saved["step"], saved["seen_examples"])
         if self.world.is_first:
-            self.audit.load({int(epoch): pair for epoch, pair in saved["audit"].items()})
+            self.data.load_audits(saved)
         self.log.line("resume", checkpoint=path, step=self.state.step)
         self.checkpoints.set_aside_after(self.state.step)
         changes = changed_leaves(saved["recipe"], self.config.model_dump(mode="json"))
@@ -213,10 +211,11 @@ class _Run:
         folder.write_documents(
             self.request.resolved, self.request.recipe_text, self.request.assignments
         )
+        folder.write_quarantine(self.data.quarantine.samples)
         self.metrics = MetricsFile(folder.metrics, self.state.step)
         self.board = TensorBoardWriter(folder.path / "tensorboard", self.state.step)
 
-    def _announce(self, model: VisionTransformer) -> None:
+    def _announce(self, model: Model) -> None:
         batch, config = self.request.resolved.batch, self.config
         self.log.line(
             "run",
@@ -232,10 +231,11 @@ class _Run:
         )
         self.log.line(
             "data",
-            train=config.data.train,
-            samples=self.data.manifest.num_samples,
-            classes=self.data.manifest.num_classes,
+            train=",".join(one.uri for one in config.data.train_sets),
+            samples=self.order.num_samples,
+            classes=self.data.manifests[0].num_classes,
             steps_per_epoch=f"{self.order.steps_per_epoch:.2f}",
+            jpeg_decoder="compiled" if picture.fast_path else "Pillow (slower: _pixels not built)",
             total_steps=self.rhythm.total_steps,
         )
 
@@ -250,33 +250,23 @@ class _Run:
             and self.state.step
         ):
             self._evaluate_once(self.state.step)
+        accelerated = self.engine.is_accelerated
+        self.loader = self.data.train_loader(self.state.step, pin_memory=accelerated)
         recorder = StepRecorder(
             self.order,
-            self.audit,
+            self.data.audits,
+            self.data.quarantine,
             self.collectives,
             self.log,
             self._write_rows,
+            self.request.folder.add_quarantined,
+            self.loader.counters,
             seen_examples=self.state.seen_examples,
             total_steps=self.rhythm.total_steps,
             tolerate_skips=config.run.precision == "fp16",
         )
         self.recorder = recorder
         schedule = schedule_of(config, self.rhythm.total_steps, self.order.usable)
-        self.loader = build_train_loader(
-            config.data,
-            config.augment,
-            self.data.storage,
-            self.data.manifest,
-            order=self.order,
-            img_size=config.model.img_size,
-            in_chans=config.model.in_chans,
-            rank=self.world.rank,
-            world_size=self.world.world_size,
-            micro_batch=batch.micro_batch,
-            start_step=self.state.step,
-            seed=config.run.seed,
-            pin_memory=self.engine.is_accelerated,
-        )
         self.engine.train(True)
         train(
             self.state,
@@ -320,28 +310,22 @@ class _Run:
             "step": state.step,
             "seen_examples": state.seen_examples,
             "order": self.order.state(state.seen_examples),
-            "audit": self.recorder.audit_totals(),
+            "audit": self.recorder.audit_totals(state.seen_examples),
+            "quarantine": self.data.quarantine.state(),
             "recipe": self.config.model_dump(mode="json"),
         }
+        if not self._is_same_everywhere(saved):
+            raise VitscaleError(
+                f"step {state.step}: the ranks do not agree on the state of the run; nothing was "
+                "saved. Resume from the last checkpoint"
+            )
         path = self.checkpoints.save(self.engine, self.ema, saved)
         self.log.line("saved", checkpoint=path)
 
     def _evaluate(self, state: TrainState) -> None:
-        if self.val is None:
+        batches = self.data.val_loader(pin_memory=self.engine.is_accelerated)
+        if batches is None:
             return
-        config = self.config
-        batches = build_eval_loader(
-            config.data,
-            config.augment,
-            self.val.storage,
-            self.val.manifest,
-            img_size=config.model.img_size,
-            in_chans=config.model.in_chans,
-            rank=self.world.rank,
-            world_size=self.world.world_size,
-            micro_batch=self.request.resolved.batch.micro_batch,
-            pin_memory=self.engine.is_accelerated,
-        )
         self.engine.train(False)
         result = evaluate_classification(self.engine.logits, batches, self.collectives)
         self.engine.train(True)
@@ -367,7 +351,7 @@ class _Run:
             results = {k: v for row in rows for k, v in row.items() if k.startswith("val/")}
             for path in write_curves(folder.metrics, folder.path / "curves"):
                 self.log.line("curve", file=path)
-            folder.mark_done(self.request.resolved, self.data.manifest.digest, last, results)
+            folder.mark_done(self.request.resolved, self.data.manifests, last, results)
         self.log.line("done", steps=last, run_dir=folder.path)
 
     def _metadata(self) -> dict[str, Any]:
@@ -380,8 +364,9 @@ class _Run:
                 "std": list(augment.std),
                 "eval_crop": augment.eval_crop,
                 "eval_crop_ratio": augment.eval_crop_ratio,
+                "antialias": augment.antialias,
             },
-            "labels_sha256": self.data.manifest.labels_sha256,
+            "labels_sha256": self.data.manifests[0].labels_sha256,
         }
 
     def close(self) -> None:

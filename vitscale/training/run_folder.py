@@ -3,6 +3,7 @@
 run_dir/
   recipe.toml run.json ds.json env.json      asked, resolved, handed to DeepSpeed, versions
   metrics.jsonl tensorboard/ curves/         numbers and pictures
+  quarantine.jsonl                           samples that were found damaged and are replaced
   log-rank00000.txt                          one a rank
   checkpoints/                               see checkpoint.py
   done.json                                  appears when the run is complete
@@ -14,13 +15,16 @@ import os
 import platform
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import vitscale
 from vitscale.config.ds_json import Resolved
+from vitscale.data.manifest import Manifest
+from vitscale.data.quarantine import BadSample
 
 PACKAGES = ("torch", "torchvision", "deepspeed", "numpy", "pillow", "pyarrow", "webdataset")
 
@@ -57,11 +61,25 @@ class RunFolder:
         _write_json(self.path / "ds.json", resolved.ds)
         _write_json(self.path / "env.json", _environment())
 
+    @property
+    def quarantine(self) -> Path:
+        """quarantine.jsonl."""
+        return self.path / "quarantine.jsonl"
+
+    def write_quarantine(self, samples: Iterable[BadSample]) -> None:
+        """Write the bad samples of the checkpoint that the run goes on from; later ones go."""
+        _write(self.quarantine, "".join(_line(bad) for bad in samples))
+
+    def add_quarantined(self, samples: Iterable[BadSample]) -> None:
+        """Append bad samples that were just found."""
+        with self.quarantine.open("a", encoding="utf-8") as file:
+            file.writelines(_line(bad) for bad in samples)
+
     def mark_done(
-        self, resolved: Resolved, dataset_digest: str, step: int, results: dict[str, Any]
+        self, resolved: Resolved, manifests: Sequence[Manifest], step: int, results: dict[str, Any]
     ) -> None:
         """Say that the run is complete."""
-        digest = recipe_digest(resolved, dataset_digest)
+        digest = recipe_digest(resolved, manifests)
         done = {"recipe_digest": digest, "step": step, "results": results}
         _write_json(self.path / "done.json", done)
 
@@ -79,18 +97,22 @@ class RunFolder:
 _NEUTRAL = (
     "data.train", "data.val", "data.label_column", "data.exclude", "data.num_workers",
     "data.prefetch_batches", "data.cache_dir", "data.cache_limit_bytes", "data.build",
-    "batch.micro_batch", "init.source", "run.log_every", "run.save_every", "run.eval_every",
-    "run.keep_last", "run.stop_at", "model.grad_checkpointing",
+    "data.prefetch_bytes", "data.downloads_per_node",
+    "data.on_bad_sample", "data.max_bad_samples", "data.max_bad_in_a_row", "data.stall_limit_s",
+    "batch.micro_batch",
+    "init.source", "run.log_every", "run.save_every", "run.eval_every",
+    "run.keep_last", "run.stop_at", "run.allow_change", "model.grad_checkpointing",
 )  # fmt: skip
 
 
-def recipe_digest(resolved: Resolved, dataset_digest: str) -> str:
-    """Name what a run trains: the resolved recipe and the dataset, not how they are handled."""
+def recipe_digest(resolved: Resolved, manifests: Sequence[Manifest]) -> str:
+    """Name what a run trains: the resolved recipe and the datasets, not how they are handled."""
     tree = resolved.config.model_dump(mode="json")
     for leaf in _NEUTRAL:
         table, key = leaf.split(".")
         tree[table].pop(key)
-    tree["dataset"] = dataset_digest
+    tree["datasets"] = [manifest.samples_sha256 for manifest in manifests]
+    tree["weights"] = [one.weight for one in resolved.config.data.train_sets]
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
@@ -106,6 +128,10 @@ def changed_leaves(saved: dict[str, Any], now: dict[str, Any], prefix: str = "")
         elif old != new:
             lines.append(f"{prefix}{key}: {old} -> {new}")
     return lines
+
+
+def _line(bad: BadSample) -> str:
+    return json.dumps(asdict(bad), sort_keys=True) + "\n"
 
 
 def _environment() -> dict[str, Any]:
