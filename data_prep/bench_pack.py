@@ -19,8 +19,8 @@ from pathlib import Path
 from data_prep.bench.corpus import MADE, make_images, make_originals
 from data_prep.bench.pack_cases import CASES, PEERS, Bench, Folder
 from data_prep.bench.pack_report import make_report, text_of
-from data_prep.bench.rounds import measure
 from vitscale.config.errors import EXIT_DONE, UserError, exit_code_of
+from vitscale.observe.rounds import measure
 
 DESCRIPTION = """\
 Measure the packer and its references side by side.

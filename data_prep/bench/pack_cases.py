@@ -10,7 +10,7 @@ from typing import Any
 
 from data_prep.bench import references
 from data_prep.bench.corpus import Inputs, link_copies, list_folder
-from data_prep.bench.rounds import Case
+from vitscale.observe.rounds import Case
 
 # Names of cases, for the ratios too.
 KEEP, KEEP_SHARD_WRITER, KEEP_MDS, KEEP_TARFILE, KEEP_TAR = (

@@ -5,7 +5,8 @@ from typing import Any
 
 import vitscale
 from data_prep.bench import pack_cases as names
-from data_prep.bench.rounds import DISTURBED_SHARE, Case, Outcome, machine, ratios, spread
+from vitscale.observe.bench_text import heading, table, target
+from vitscale.observe.rounds import Case, Outcome, machine, ratios, spread
 
 NOTES = """\
 Only vitscale checks every header, hashes every image (xxh3) and shard (sha256), writes an index and
@@ -91,11 +92,6 @@ def _row(count: int, outcome: Outcome) -> dict[str, Any]:
     return row
 
 
-def _target(name: str, value: str, wanted: str, reached: bool | None) -> dict[str, str]:
-    verdict = "not measured" if reached is None else "PASS" if reached else "FAIL"
-    return {"name": name, "value": value, "wanted": wanted, "verdict": verdict}
-
-
 def _ratio_targets(compared: dict[str, list[float]]) -> list[dict[str, str]]:
     rows = []
     for label, values in compared.items():
@@ -104,7 +100,7 @@ def _ratio_targets(compared: dict[str, list[float]]) -> list[dict[str, str]]:
             continue
         reached = statistics.median(values) >= least if values else None
         value = spread(values, 2) if values else "-"
-        rows.append(_target(label, value, f">= {least:g}", reached))
+        rows.append(target(label, value, f">= {least:g}", reached))
     return rows
 
 
@@ -114,7 +110,7 @@ def _other_targets(outcomes: dict[str, Outcome]) -> list[dict[str, str]]:
         value = f"mean {run['mean_levels']:.2f}, worst image {run['worst_levels']:.2f}"
         reached = run["mean_levels"] <= MAX_LEVELS
         wanted = f"mean <= {MAX_LEVELS:g} of 255 levels"
-        rows.append(_target("resize, fidelity", value, wanted, reached))
+        rows.append(target("resize, fidelity", value, wanted, reached))
     few, many = (_runs(outcomes, name) for name in (names.MEMORY_FEW, names.MEMORY_MANY))
     if few and many:
         # The process that hands out, and the largest of those that work.
@@ -124,7 +120,7 @@ def _other_targets(outcomes: dict[str, Outcome]) -> list[dict[str, str]]:
             wanted = f"within {MAX_PEAK_CHANGE:.0%}, < {MAX_PEAK_BYTES / 1e6:.0f} MB"
             same = abs(second - first) <= MAX_PEAK_CHANGE * first
             reached = same and max(first, second) < MAX_PEAK_BYTES
-            rows.append(_target(f"memory, {role}", value, wanted, reached))
+            rows.append(target(f"memory, {role}", value, wanted, reached))
     return rows
 
 
@@ -134,24 +130,8 @@ def _runs(outcomes: dict[str, Outcome], name: str) -> list[dict[str, Any]]:
 
 def text_of(report: dict[str, Any]) -> str:
     """Write the report as tables."""
-    found = report["machine"]
-    rows = report["cases"].values()
-    before, others = (
-        [share for row in rows for share in row[name]] or [0.0]
-        for name in ("busy_before", "busy_for_others")
-    )
-    warning = "warning: others worked on this machine meanwhile; these figures say little"
-    lines = [
-        "",
-        f"{found['cpu']}, {found['cpus']} CPUs, {found['system']}",
-        f"load average {found['load_average']}",
-        f"CPUs busy before a case: {_shares(before)}; for others during a case: {_shares(others)}",
-        *([warning] if statistics.median(others) > DISTURBED_SHARE else []),
-        " ".join(f"{name}={version}" for name, version in report["versions"].items()),
-        *(f"{name}: {text}" for name, text in report["inputs"].items()),
-        "",
-    ]
-    lines += _table(
+    lines = heading(report)
+    lines += table(
         ("case", "images", "CPUs", "images/s, work", "images/s, whole"), _rate_rows(report)
     )
     lines += ["", NOTES, ""]
@@ -160,14 +140,10 @@ def text_of(report: dict[str, Any]) -> str:
         for label, values in report["ratios"].items()
         if values
     ]
-    lines += _table(("ratio", "median [min-max]", "rounds"), compared)
+    lines += table(("ratio", "median [min-max]", "rounds"), compared)
     targets = [tuple(row.values()) for row in report["targets"]]
-    lines += ["", *_table(("target", "found", "wanted", ""), targets)]
+    lines += ["", *table(("target", "found", "wanted", ""), targets)]
     return "\n".join(lines)
-
-
-def _shares(values: list[float]) -> str:
-    return f"median {statistics.median(values):.0%}, most {max(values):.0%}"
 
 
 def _rate_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -186,13 +162,3 @@ def _rate_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
             second = spread(whole, digits) if whole else ""
             rows.append((name, count, cpus, spread(row["images_per_s"], digits), second))
     return rows
-
-
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    if not rows:
-        return []
-    widths = [max(len(row[at]) for row in (head, *rows)) for at in range(len(head))]
-    return [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in (head, *rows)
-    ]

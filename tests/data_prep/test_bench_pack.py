@@ -13,10 +13,10 @@ from data_prep import bench_pack
 from data_prep.bench import corpus, packer, references
 from data_prep.bench import pack_cases as names
 from data_prep.bench.pack_report import make_report, text_of
-from data_prep.bench.rounds import Case, Outcome, measure, ratios
 from tests.helpers.corpus import crop, encoded
 from vitscale import cli
 from vitscale.config.errors import UserError, VitscaleError
+from vitscale.observe.rounds import Case, Outcome, measure, ratios
 
 
 def script(text: str) -> list[str]:

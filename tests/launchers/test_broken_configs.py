@@ -247,7 +247,7 @@ BROKEN = [
         words=sets("optim.weight_decay=-1"),
     ),
     Broken(
-        "choice", ("optim.schedule", "'linear' or 'cosine'"), words=sets("optim.schedule=cosin")
+        "choice", ("optim.schedule", "'step' or 'wsd'"), words=sets("optim.schedule=cosin")
     ),
     Broken(
         "ds-number",

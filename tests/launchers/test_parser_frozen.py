@@ -34,6 +34,7 @@ FLAGS = {
         "--help",
     },
     "export": {"--checkpoint", "--out", "--ema", "--to", "--help"},
+    "doctor": {"--recipe", "--set", "--nodes", "--ranks", "--rate", "--out", "--help"},
 }
 
 

@@ -1,0 +1,1 @@
+"""The parts of `vitscale bench data`: cases in processes of their own, the order alone, tables."""
