@@ -44,7 +44,8 @@ HOME = {
     "mpi4py": ([], ["data_prep/comm.py"]),
     "pyarrow": (["vitscale/data/*", "data_prep/*"], []),
     "PIL": (
-        [f"vitscale/data/{n}.py" for n in ("decode", "pixels", "augment")] + ["data_prep/*"],
+        [f"vitscale/data/{n}.py" for n in ("decode", "pixels", "picture")]
+        + ["data_prep/*", "launchers/bench/*"],
         [],
     ),
     "simplejpeg": (["data_prep/image_pixels.py"], []),
@@ -52,7 +53,7 @@ HOME = {
     "scipy": ([], ["data_prep/sources/*"]),
     "cv2": ([], ["data_prep/image_pixels.py"]),
     "imagehash": ([], ["data_prep/fingerprint.py"]),
-    "torchvision": (["vitscale/data/augment.py"], []),
+    "torchvision": ([], []),
     "sklearn": ([], ["data_prep/sources/*", "data_prep/bench/*"]),
     "matplotlib": ([], ["vitscale/observe/report.py", "vitscale/observe/dataset_figure.py"]),
     "tensorboard": ([], ["vitscale/observe/writers.py"]),
@@ -68,6 +69,8 @@ WITHOUT_TORCH = [
     "vitscale/config/*",
     "vitscale/models/__init__.py",
     "vitscale/models/cost.py",
+    "vitscale/models/names.py",
+    "vitscale/models/resnet_cost.py",
     *(
         f"vitscale/data/{name}.py"
         for name in (
@@ -78,6 +81,10 @@ WITHOUT_TORCH = [
             "manifest",
             "dataset",
             "pixels",
+            "augment",
+            "decode",
+            "picture",
+            "resample",
         )
     ),
     *(
@@ -92,7 +99,11 @@ WITHOUT_TORCH = [
         )
     ),
     *(f"vitscale/data/{name}.py" for name in ("order", "permute", "windows", "cache", "audit")),
+    *(f"vitscale/data/{name}.py" for name in ("activity", "hedge", "forked", "cache_folder")),
+    *(f"vitscale/data/{name}.py" for name in ("upcoming", "prefetch")),
+    *(f"vitscale/data/{name}.py" for name in ("node_share", "shuffle_quality", "train_sets")),
     *(f"vitscale/observe/{name}.py" for name in ("log", "progress", "metrics", "report")),
+    *(f"vitscale/observe/{name}.py" for name in ("rounds", "bench_text")),
     "data_prep/*",
 ]
 TORCH_INSIDE_FUNCTIONS = ["launchers/*", "vitscale/distributed.py"]
