@@ -45,6 +45,7 @@ HOME = {
     "pyarrow": (["vitscale/data/*", "data_prep/*"], []),
     "PIL": (
         [f"vitscale/data/{n}.py" for n in ("decode", "pixels", "picture")]
+        + [f"vitscale/data/{n}.py" for n in ("image_ops", "randaugment")]
         + ["data_prep/*", "launchers/bench/*"],
         [],
     ),
@@ -85,6 +86,8 @@ WITHOUT_TORCH = [
             "decode",
             "picture",
             "resample",
+            "image_ops",
+            "randaugment",
         )
     ),
     *(

@@ -75,7 +75,7 @@ def test_dry_run_counts_the_published_base_model(capsys):
     text = dry_run(capsys, *words, *sets("model.mlp_dim=none", "model.in_chans=3"))
 
     assert "86,567,656 parameters" in text  # timm's vit_base_patch16_224
-    assert "196 patches + 1 class token" in text
+    assert "196 patches + 1 prefix tokens" in text
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -24,7 +24,7 @@ class Recording:
     def set_lr(self, lr: float) -> None:
         self.note(f"lr {lr:.1f}")
 
-    def micro_step(self, images, labels):
+    def micro_step(self, images, labels, positions):
         self.note("micro_step")
         return torch.zeros(())
 
@@ -60,7 +60,7 @@ class Recording:
 
 
 class Batches:
-    images = labels = np.zeros(1)
+    images = labels = positions = np.zeros(1)
 
     def __iter__(self):
         return self

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
+from vitscale.config.augment import AugmentConfig
 from vitscale.config.duration import Duration
 from vitscale.config.model import ModelConfig
 from vitscale.config.section import Section
@@ -24,11 +25,9 @@ def _checked_duration(text: Any) -> Any:
 
 
 DurationText = Annotated[str, BeforeValidator(_checked_duration)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[int, Field(gt=0)]
 # Examples at a time: the bound catches slips, and keeps the search for better numbers short.
 BatchSize = Annotated[int, Field(gt=0, lt=2**31)]
-Rgb = tuple[float, float, float]
 
 
 class BuildSection(Section):
@@ -129,34 +128,6 @@ class DataConfig(Section):
             one.model_copy(update={"name": one.name or f"set{k}"})
             for k, one in enumerate(self.train)
         ]
-
-
-class AugmentConfig(Section):
-    """From the stored picture to the model's input."""
-
-    # "inception": random area and aspect (arXiv:1409.4842); "resize": the whole picture, squared.
-    train_crop: Literal["inception", "resize"] = "inception"
-    # Area of the crop as a fraction of the picture: least, most.
-    crop_scale: tuple[Fraction, Fraction] = (0.05, 1.0)
-    # Width over height of the crop: least, most.
-    crop_ratio: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (0.75, 4 / 3)
-    # Average all pixels where a picture shrinks to a square. The paper's code does not
-    # (tf.image.resize): it interpolates between the nearest pixels and skips the others.
-    antialias: bool = False
-    # Probability of a horizontal flip.
-    hflip: Fraction = 0.5
-    # MixUp and CutMix of pairs of examples: both parameters of the Beta distribution of their
-    # shares, 0 for none; with both, mix_switch_prob is the probability of CutMix.
-    mixup: Annotated[float, Field(ge=0, le=2)] = 0.0
-    cutmix: Annotated[float, Field(ge=0, le=2)] = 0.0
-    mix_switch_prob: Fraction = 0.5
-    # "center": shorter side to img_size / eval_crop_ratio, then the middle; "resize": squared.
-    eval_crop: Literal["center", "resize"] = "center"
-    # 224 of 256 px, as in the paper's code base.
-    eval_crop_ratio: Annotated[float, Field(gt=0, le=1)] = 0.875
-    # Normalisation of values in 0..1; one half each gives the paper's -1..1.
-    mean: Rgb = (0.5, 0.5, 0.5)
-    std: Rgb = (0.5, 0.5, 0.5)
 
 
 class LossConfig(Section):
@@ -320,12 +291,7 @@ class RunConfig(Section):
         yield from self.model.problems()
         if self.model.in_chans not in (1, 3):
             yield f"model.in_chans = {self.model.in_chans}: there are 1 (grey) and 3 (RGB)"
-        for name in ("crop_scale", "crop_ratio"):
-            least, most = getattr(self.augment, name)
-            if least > most:
-                yield f"augment.{name} = [{least}, {most}]: the first value must not be the larger"
-        if min(self.augment.std) <= 0:
-            yield f"augment.std = {list(self.augment.std)}: every value must be above 0"
+        yield from self.augment.problems()
         yield from self.optim.problems()
         yield from self.loss.problems()
         if self.data.build is not None and self.data.build.val and self.data.val is None:

@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 from vitscale.config.ds_json import Resolved
 from vitscale.config.errors import UserError, VitscaleError
+from vitscale.data.mixing import Mixing
 from vitscale.data.normalise import Normalise
 from vitscale.distributed import World, fill_env
+from vitscale.training.layout import Fragment, Layout, ShapedOptimizer
 from vitscale.training.losses import Loss
-from vitscale.training.optim import build_optimizer
+from vitscale.training.optim import build_optimizer, check_offload
 
 # Folder of DeepSpeed's own files inside a checkpoint.
 ENGINE_TAG = "engine"
@@ -86,19 +88,30 @@ class Engine:
         resolved: Recipe and DeepSpeed JSON.
         loss: From logits and labels to a scalar.
         world: This process's place; its process group is up.
+        mixing: Mixes the examples of a micro-batch.
     """
 
-    def __init__(self, model: nn.Module, resolved: Resolved, loss: Loss, world: World) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        resolved: Resolved,
+        loss: Loss,
+        world: World,
+        mixing: Mixing | None = None,
+    ) -> None:
         self.config, self.world = resolved.config, world
-        self._loss = loss
+        self._loss, self._mixing = loss, mixing
         self._stage = resolved.zero_stage
         accelerator = get_accelerator()
         self.device = torch.device(accelerator.device_name(world.local_rank))
         self.is_accelerated = accelerator.device_name() != "cpu"
+        check_offload(self.config.optim.name, resolved.ds)
         optimizer = build_optimizer(model, self.config.optim, fused=self.is_accelerated)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=resolved.ds, dist_init_required=False
         )
+        if isinstance(optimizer, ShapedOptimizer) and self._stage > 0:
+            optimizer.layout = Layout(self._fragments(), _add_ranks)
         identity = (
             self._engine.train_batch_size(),
             self._engine.train_micro_batch_size_per_gpu(),
@@ -117,15 +130,41 @@ class Engine:
         self._skipped_before = 0
         self._grad_norm: Any = None
 
+    def _fragments(self) -> dict[Tensor, list[Fragment]]:
+        """Find the weights in the flat tensors that ZeRO gives the optimizer."""
+        optimizer, stage = self._optimizer, self._stage
+        if stage == 3:
+            flats, groups = optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups
+        elif hasattr(optimizer, "bf16_groups"):  # its stage 1 is a class of its own
+            flats, groups = optimizer.fp32_groups_flat_partition, optimizer.bf16_groups
+        else:
+            flats, groups = optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups
+        cut = self._equal_fragments if stage == 3 else _mapped_fragments
+        return {flat: cut(params) for flat, params in zip(flats, groups, strict=True)}
+
+    def _equal_fragments(self, params: list[Any]) -> list[Fragment]:
+        """Stage 3 cuts every weight into as many equal parts as there are ranks."""
+        fragments, offset = [], 0
+        for param in params:
+            size = param.partition_numel()
+            start = min(self.world.rank * size, param.ds_numel)
+            numel = min(size, param.ds_numel - start)
+            fragments.append(Fragment(tuple(param.ds_shape), start, offset, numel))
+            offset += size
+        return fragments
+
     # One step: set_lr, then micro_step for each micro-batch; the last one updates the weights.
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the next update."""
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["lr_scale"]
 
     def micro_step(
-        self, images: UInt8[Tensor, "b c h w"], labels: Int[Tensor, " b"]
+        self,
+        images: UInt8[Tensor, "b c h w"],
+        labels: Int[Tensor, " b"],
+        positions: Int[Tensor, " b"],
     ) -> Float[Tensor, ""]:
         """Run forward and backward of one micro-batch, and the update where it is the last one.
 
@@ -133,8 +172,11 @@ class Engine:
             The loss, still on the device.
         """
         engine = self._engine
-        logits = engine(self._normalise(images))
-        loss = self._loss(logits, labels.to(self.device, non_blocking=True))
+        inputs = self._normalise(images)
+        targets = labels.to(self.device, non_blocking=True)
+        if self._mixing is not None:
+            inputs, targets = self._mixing(inputs, targets, positions)
+        loss = self._loss(engine(inputs), targets)
         engine.backward(loss)  # divides by the number of micro-batches
         updates = engine.is_gradient_accumulation_boundary()
         if updates and self._plain:
@@ -245,7 +287,7 @@ class Engine:
         """
         optimizer = self._optimizer
         # DeepSpeed brings the saved settings back; the recipe of this start is what counts.
-        names = ("weight_decay", "betas", "eps", "momentum")
+        names = ("weight_decay", "betas", "eps", "momentum", "beta2_cap", "lr_scale", "use_muon")
         wanted = [{n: g[n] for n in names if n in g} for g in optimizer.param_groups]
         path, _ = self._engine.load_checkpoint(str(folder), tag=ENGINE_TAG)
         if path is None:
@@ -261,3 +303,20 @@ class Engine:
         self._engine.destroy()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def _mapped_fragments(params: list[Any]) -> list[Fragment]:
+    """Stages 1 and 2 lay weights end to end, cut that into equal parts, and note who has what."""
+    fragments = []
+    for param in params:
+        shape, here = tuple(param.shape), param._hp_mapping
+        if here is None:
+            fragments.append(Fragment(shape, 0, 0, 0))
+            continue
+        own, place = here.lp_fragment_address, here.hp_fragment_address
+        fragments.append(Fragment(shape, own.start, place.start, place.numel))
+    return fragments
+
+
+def _add_ranks(tensor: Tensor) -> None:
+    torch.distributed.all_reduce(tensor)

@@ -39,7 +39,7 @@ class Trains(Protocol):
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the next update."""
 
-    def micro_step(self, images: Tensor, labels: Tensor) -> Tensor:
+    def micro_step(self, images: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
         """Run forward and backward, and the update at the last micro-batch."""
 
     def grad_norm(self) -> Any:
@@ -114,7 +114,8 @@ def train(
                 start = time.perf_counter()
                 batch = next(batches)
                 wait_s = time.perf_counter() - start
-                recorder.add(batch, engine.micro_step(batch.images, batch.labels), wait_s)
+                loss = engine.micro_step(batch.images, batch.labels, batch.positions)
+                recorder.add(batch, loss, wait_s)
             if ema is not None:
                 ema.update()
             state.step += 1

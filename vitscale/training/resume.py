@@ -14,6 +14,7 @@ _FIXED = (
     "model.pos_embed", "model.pos_embed_at", "model.no_embed_class", "model.qkv_bias",
     "model.qk_norm", "model.reg_tokens", "model.pre_norm", "model.final_norm", "model.fc_norm",
     "model.norm", "model.block", "model.mlp", "model.init_values", "model.head", "optim.name",
+    "optim.layer_decay", "optim.weight_decay_head",
 )  # fmt: skip
 
 

@@ -47,12 +47,20 @@ def rhythm_of(config: RunConfig, samples_an_epoch: int) -> Rhythm:
 def schedule_of(config: RunConfig, total_steps: int, samples_an_epoch: int) -> Schedule:
     """Build the recipe's learning-rate schedule."""
     optim = config.optim
+
+    def steps(text: str) -> int:
+        return _steps(config, text, samples_an_epoch, total_steps)
+
     return Schedule(
         peak_lr=optim.lr,
         min_lr=optim.min_lr,
-        warmup_steps=_steps(config, optim.warmup, samples_an_epoch, total_steps),
+        warmup_steps=steps(optim.warmup),
         total_steps=total_steps,
         decay=optim.schedule,
+        timescale=steps(optim.timescale),
+        cooldown_steps=steps(optim.cooldown),
+        drop_steps=tuple(steps(text) for text in optim.drop_at),
+        drop_factor=optim.drop_factor,
     )
 
 

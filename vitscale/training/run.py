@@ -14,21 +14,22 @@ from vitscale.config.ds_json import Resolved
 from vitscale.config.errors import UserError, VitscaleError
 from vitscale.data import picture
 from vitscale.data.loader import Batch
+from vitscale.data.mixing import build_mixing
 from vitscale.data.permute import stream
 from vitscale.distributed import Collectives, World
 from vitscale.evaluation.classification import evaluate_classification
 from vitscale.models.build import Model, create_model
-from vitscale.models.weights import load_weights, read_safetensors
+from vitscale.models.weight_files import load_file
 from vitscale.observe.log import RunLog
 from vitscale.observe.metrics import MetricsFile, read_metrics
 from vitscale.observe.report import write_curves
 from vitscale.observe.writers import TensorBoardWriter, image_grid
 from vitscale.training.checkpoint import Checkpoints
-from vitscale.training.checkpoint_folder import find_weights
 from vitscale.training.ema import Ema
 from vitscale.training.engine import Engine, check_precision, init_distributed
 from vitscale.training.failure import FailureNote, is_agreed
 from vitscale.training.guard import StopFlag
+from vitscale.training.init_source import read_source
 from vitscale.training.loop import Actions, TrainState, seed_stochastic_layers, train
 from vitscale.training.losses import build_loss
 from vitscale.training.recorder import StepRecorder
@@ -170,7 +171,10 @@ class _Run:
             self._initialise(model, config.init.source)
         if checkpoint is None and self.world.is_first and request.folder.metrics.exists():
             self.log.warn("an earlier start left no checkpoint here: beginning again at step 0")
-        self.engine = Engine(model, request.resolved, build_loss(config.loss), self.world)
+        ranks, micro_batch = self.world.world_size, request.resolved.batch.micro_batch
+        mixing = build_mixing(config, self.order, ranks, micro_batch)
+        loss = build_loss(config.loss)
+        self.engine = Engine(model, request.resolved, loss, self.world, mixing)
         decay = config.optim.ema_decay
         self.ema = Ema(self.engine.masters(), decay) if decay else None
         if checkpoint is not None and saved is not None:
@@ -187,11 +191,15 @@ class _Run:
         return not self.collectives.any(own != first)
 
     def _initialise(self, model: Model, source: str) -> None:
-        path = find_weights(source, ema=self.config.init.ema)
-        weights, _ = read_safetensors(path)
-        resize, new_head = self.config.init.pos_embed_resize, self.request.new_head
-        report = load_weights(model, weights, pos_embed_resize=resize, new_head=new_head)
-        self.log.line("init", source=path, report=report)
+        path, file = read_source(source, ema=self.config.init.ema)
+        report = load_file(
+            model,
+            file,
+            augment=self.config.augment,
+            pos_embed_resize=self.config.init.pos_embed_resize,
+            new_head=self.request.new_head,
+        )
+        self.log.line("init", source=path, kind=file.kind, report=report)
 
     def _restore(self, saved: dict[str, Any], path: Path) -> None:
         """Take over where the checkpoint stands."""
