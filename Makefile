@@ -58,7 +58,7 @@ test: lint
 	python -m pytest
 
 soak: $(VENV)/.dev
-	python -m pytest -m soak tests/soak
+	python -m pytest -m soak
 
 clean:
 	rm -rf data runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis

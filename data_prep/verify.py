@@ -2,12 +2,10 @@
 
 import sys
 
-if __package__ in (None, ""):  # started by path: python data_prep/verify.py
+if __package__ in (None, ""):  # started by path: put the checkout, not this folder, on the path
     from pathlib import Path
 
-    sys.path[0] = str(
-        Path(__file__).resolve().parents[1]
-    )  # the checkout's root instead of the script's folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import argparse
 import contextlib
@@ -18,6 +16,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import pyarrow as pa
@@ -27,6 +26,7 @@ from data_prep import comm
 from data_prep.check_tables import Damage, check_record_sums, check_tables, record_numbers
 from data_prep.images import decode_fully
 from data_prep.pack_arguments import add_labels
+from data_prep.quarantined import merge_quarantine
 from data_prep.repair import PURPOSE, make_work, read_plan, repair, restore_shard_table
 from data_prep.verdict import BadInputError
 from vitscale.config.errors import EXIT_DATA, EXIT_DONE, DataError, UserError, exit_code_of
@@ -59,6 +59,7 @@ examples:
   vitscale verify s3://bucket/in21k/train --level decode --workers 16 --out report.json
   mpiexec -n 32 vitscale verify s3://bucket/in21k/train
   vitscale verify /packed/flowers/train --repair --source imagefolder:/data/flowers/train
+  vitscale verify s3://bucket/in21k/train --quarantine runs/b16 --merge-into exclude.parquet
 
 exit codes: 0 sound, 3 damaged, 2 no dataset there, 1 else.
 """
@@ -303,9 +304,24 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--source", action="append", default=[], metavar="KIND:URI")
     parser.add_argument("--exclude", metavar="FILE", help="the list that was given to pack")
+    parser.add_argument(
+        "--quarantine",
+        type=Path,
+        metavar="RUN_DIR|FILE",
+        help="look again at the samples that a run replaced, and at nothing else",
+    )
+    parser.add_argument(
+        "--merge-into",
+        metavar="FILE",
+        help="with --quarantine: list those that are still bad for data.exclude; adds to a list",
+    )
     add_labels(parser)
     args = parser.parse_args(argv)
     quiet = (comm.launcher_rank() or 0) > 0
+    if args.merge_into and not args.quarantine:
+        parser.error("--merge-into needs --quarantine")
+    if args.quarantine:
+        return exit_code_of(lambda: merge_quarantine(args.uri, args.quarantine, args.merge_into))
     return exit_code_of(lambda: _run(args), quiet=quiet)
 
 

@@ -150,7 +150,8 @@ def test_search_for_a_substitute_is_limited(tmp_path):
 
 
 def bad(sample_index, position):
-    return BadSample(sample_index, 1, f"sample {sample_index} is broken", position, 0)
+    text = f"sample {sample_index} is broken"
+    return BadSample(sample_index, "shard-000000.tar", "k", 1, text, position, 0)
 
 
 def test_quarantine_takes_each_sample_once_and_survives_a_checkpoint():

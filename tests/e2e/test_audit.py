@@ -99,6 +99,13 @@ def test_damaged_samples_are_replaced_remembered_and_audited(
         assert all("xxh3_64 of the image is" in message for message in found.values())
         proof = commands.vitscale("audit", name)
         assert re.findall(r"(\d)\s+1,435\s+0\s+0\s+3\n", proof) == ["0", "1", "2"]
+    found = commands.vitscale("verify", str(train), "--quarantine", "split", code=3)
+    assert "3 of 3 samples in quarantine are damaged" in found
+    listing = ["--quarantine", "split", "--merge-into", str(commands.folder / "exclude.parquet")]
+    assert "excluded 3 more, 3 in all" in commands.vitscale("verify", str(train), *listing)
+    assert "excluded 0 more, 3 in all" in commands.vitscale("verify", str(train), *listing)
+    left = open_dataset(str(train), exclude=str(commands.folder / "exclude.parquet"))
+    assert len(left) == 1435
     limits = ["--set", "data.max_bad_samples=2"]
     text = commands.run("pretrain", *words, *limits, "--run-dir", "limited", code=3)
     assert "too many samples are damaged: 3 (data.max_bad_samples = 2)" in text

@@ -23,7 +23,13 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
+# Four starts of two ranks each: the rest is for the long runs.
+QUICK = ("serial", "hybrid")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.soak) for n in MODELS]
+)
 def test_stage_3_trains_what_stage_0_trains(commands: Commands, tiny_recipe: str, name: str):
     words = [word for leaf in MODELS[name] for word in ("--set", f"model.{leaf}")]
     words += ["--set", "run.duration=4steps"]

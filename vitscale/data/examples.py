@@ -148,8 +148,9 @@ class Examples:
             self._bad.add(place)
             found.append(
                 BadSample(
-                    sample_index=int(self._starts[place[0]]) + place[1],
+                    int(self._starts[place[0]]) + place[1],
                     # Not to be had without the index; then this raises, and nothing is replaced.
+                    *self.reader.name_of(*place),
                     key_hash=self.reader.key_hash(*place),
                     message=str(error),
                     position=int(requests.positions[i]),

@@ -16,7 +16,10 @@ class BadSample:
     """A sample that was found to be damaged."""
 
     sample_index: int
-    # xxh64 of its key, 0 .. 2^64 - 1
+    # Name of its shard in the dataset, and its key.
+    shard: str
+    key: str
+    # xxh64 of the key, 0 .. 2^64 - 1
     key_hash: int
     # dataset, shard, key, offset and what is wrong
     message: str

@@ -120,6 +120,10 @@ class ShardReader:
         """
         return hash_key(self._index(shard_id).keys[index].decode())
 
+    def name_of(self, shard_id: int, index: int) -> tuple[str, str]:
+        """Give the name of a sample's shard, and its key."""
+        return self.manifest.shards.names[shard_id], self._index(shard_id).keys[index].decode()
+
     def damaged(self, shard_id: int, index: int, reason: str) -> DataError:
         """Build the error for one bad sample.
 
@@ -217,6 +221,11 @@ class SetsReader:
         """Give the hash of a sample's key; see `ShardReader.key_hash`."""
         reader, own = self._own(shard_id)
         return reader.key_hash(own, index)
+
+    def name_of(self, shard_id: int, index: int) -> tuple[str, str]:
+        """Give the name of a sample's shard, and its key."""
+        reader, own = self._own(shard_id)
+        return reader.name_of(own, index)
 
     def damaged(self, shard_id: int, index: int, reason: str) -> DataError:
         """Build the error for one bad sample; see `ShardReader.damaged`."""
