@@ -43,7 +43,12 @@ setup(
         "vitscale.configs",
     ],
     package_dir={"vitscale.configs": "configs"},
-    package_data={"vitscale": ["py.typed"], "vitscale.configs": ["*.json", "*.toml"]},
+    package_data={
+        "vitscale": ["py.typed"],
+        "vitscale.data": ["*.pyi"],
+        "vitscale.configs": ["*.json", "*.toml"],
+    },
+    exclude_package_data={"vitscale.data": ["*.c"]},
     ext_modules=[PIXELS],
     cmdclass={"build_ext": BuildOrGoOn},
 )

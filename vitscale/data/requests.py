@@ -70,11 +70,11 @@ class TrainRequests:
         return len(np.unique(self.slots % self.order.lanes)) * (self.order.shuffle_block + 1)
 
     def __iter__(self) -> Iterator[Requests]:
-        step, own = self.start_step, len(self.slots)
-        at_once = max(_LOOKED_UP // own, 1)
+        step, at_once = self.start_step, 1
         while True:
-            steps = [self.order.step_positions(step + k)[self.slots] for k in range(at_once)]
-            positions = np.concatenate(steps)
+            first = self.order.step_positions(step)[self.slots]
+            later = np.arange(at_once, dtype=np.int64) * self.order.global_batch
+            positions = (later[:, None] + first).reshape(-1)
             found = self.order.places(positions)
             share = Requests(
                 positions,
@@ -87,6 +87,8 @@ class TrainRequests:
             for start in range(0, len(positions), self.micro_batch):
                 yield share[start : start + self.micro_batch]
             step += at_once
+            # The first batch is wanted at once.
+            at_once = min(2 * at_once, max(_LOOKED_UP // len(self.slots), 1))
 
 
 class EvalRequests:
