@@ -246,9 +246,7 @@ BROKEN = [
         ("optim.weight_decay", "greater than or equal to 0"),
         words=sets("optim.weight_decay=-1"),
     ),
-    Broken(
-        "choice", ("optim.schedule", "'step' or 'wsd'"), words=sets("optim.schedule=cosin")
-    ),
+    Broken("choice", ("optim.schedule", "'step' or 'wsd'"), words=sets("optim.schedule=cosin")),
     Broken(
         "ds-number",
         ("gradient_clipping must be a number", "'1.0'"),

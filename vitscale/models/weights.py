@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vitscale.config.errors import UserError
+from vitscale.models.build import Model
 from vitscale.models.pos_embed import ResizeMode, resize_pos_embed, sincos2d_pos_embed
 from vitscale.models.vit import VisionTransformer
 
@@ -24,6 +25,8 @@ _METADATA_KEY = "vitscale"
 # Problems that one message lists.
 _SHOWN = 8
 _HEAD_PARTS = ("head.", "pre_logits.")
+# The classifier of a transformer, and of a ResNet.
+_CLASSIFIERS = {"head.weight", "head.bias", "head.fc.weight", "head.fc.bias"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,19 +41,23 @@ class LoadReport:
     new: dict[str, str] = field(default_factory=dict)
     # In the file, not in the model: key -> why.
     dropped: dict[str, str] = field(default_factory=dict)
+    # What else the user should know.
+    notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """One line for the log: counts, and each key that was not simply loaded."""
+        """One line for the log: counts, each key that was not simply loaded, and the notes."""
         parts = [f"loaded={len(self.loaded)}"]
         for name in ("resized", "new", "dropped"):
             entries: dict[str, str] = getattr(self, name)
             notes = ", ".join(f"{key} ({why})" for key, why in sorted(entries.items()))
             parts.append(f"{name}={len(entries)}" + (f" [{notes}]" if notes else ""))
+        if self.notes:
+            parts.append(f"notes={len(self.notes)} [{'; '.join(self.notes)}]")
         return " ".join(parts)
 
 
 def load_weights(
-    model: VisionTransformer,
+    model: Model,
     state_dict: Mapping[str, Tensor],
     *,
     pos_embed_resize: ResizeMode = "google",
@@ -82,11 +89,24 @@ def load_weights(
     with torch.no_grad():
         for name, tensor in plan.items():
             own[name].copy_(tensor)
+    report.notes.extend(_notes(state_dict, new_head))
     return report
 
 
+def _notes(state_dict: Mapping[str, Tensor], new_head: bool) -> list[str]:
+    notes = []
+    for dtype in (torch.float16, torch.bfloat16):
+        if count := sum(tensor.dtype == dtype for tensor in state_dict.values()):
+            notes.append(f"{count} tensors are {str(dtype).removeprefix('torch.')} in the file")
+    # The 21k models of 2020 were published with their heads set to zero.
+    kernels = [state_dict[n] for n in ("head.weight", "head.fc.weight") if n in state_dict]
+    if not new_head and any(not kernel.any() for kernel in kernels):
+        notes.append("the head is all zero: it classifies nothing")
+    return notes
+
+
 def _plan(
-    model: VisionTransformer,
+    model: Model,
     state_dict: Mapping[str, Tensor],
     resize: ResizeMode,
     new_head: bool,
@@ -96,6 +116,7 @@ def _plan(
     own = model.state_dict()
     plan: dict[str, Tensor] = {}
     problems: list[str] = []
+    classifier = own.keys() & _CLASSIFIERS
     if new_head and (model.config.head == "mlp" or model.num_classes == 0):
         problems.append(
             'new_head needs model.head = "linear" and model.num_classes > 0, not '
@@ -113,16 +134,16 @@ def _plan(
         elif name not in own:
             hint = " (pass new_head, or set model.head)" if name.startswith(_HEAD_PARTS) else ""
             problems.append(f"{name} is unknown to the model{hint}")
-        elif name == "pos_embed":
+        elif name == "pos_embed" and isinstance(model, VisionTransformer):
             _plan_pos_embed(model, tensor, resize, plan, problems, report)
         else:
             _plan_tensor(name, tensor, own, plan, problems, report)
-    for name in sorted(own.keys() - state_dict.keys() - {"head.weight", "head.bias"}):
+    for name in sorted(own.keys() - state_dict.keys() - classifier):
         if name == "pos_embed" and model.config.pos_embed == "sincos2d":
             report.new[name] = "fixed sincos2d table"
         else:
             problems.append(f"{name} is missing in the file")
-    for name in sorted(own.keys() & {"head.weight", "head.bias"}):
+    for name in sorted(classifier):
         if new_head:
             plan[name] = torch.zeros_like(own[name])
             report.new[name] = "zeros"
@@ -159,20 +180,21 @@ def _plan_pos_embed(
     report: LoadReport,
 ) -> None:
     name, own, shape = "pos_embed", model.pos_embed, model.shape
+    assert own is not None
     if table.ndim != 3 or table.shape[0] != 1 or table.shape[2] != shape.embed_dim:
         problems.append(
             f"{name} has shape {tuple(table.shape)} in the file, {tuple(own.shape)} in the model"
         )
         return
     try:
-        resized = resize_pos_embed(table, shape.grid_size, shape.num_prefix_tokens, resize)
+        resized = resize_pos_embed(table, shape.grid_size, shape.num_prefix_rows, resize)
     except UserError as error:
         problems.append(str(error))
         return
     if model.config.pos_embed == "sincos2d":
         # The formula gives the exact table of any grid, so the file's one is only checked.
-        side = round((table.shape[1] - shape.num_prefix_tokens) ** 0.5)
-        exact = sincos2d_pos_embed((side, side), shape.embed_dim, shape.num_prefix_tokens)
+        side = round((table.shape[1] - shape.num_prefix_rows) ** 0.5)
+        exact = sincos2d_pos_embed((side, side), shape.embed_dim, shape.num_prefix_rows)
         # 0.01: the table may have been stored in bfloat16.
         if not torch.allclose(table.float().cpu(), exact, rtol=0, atol=0.01):
             problems.append(
@@ -223,16 +245,23 @@ def write_safetensors(
         state_dict: Any floating dtype, any device.
         metadata: What JSON can hold; no clock, or the bytes are not reproducible.
     """
+    text = json.dumps(metadata, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    write_tensors(path, state_dict, (_METADATA_KEY, text))
+
+
+def write_tensors(
+    path: str | Path, state_dict: Mapping[str, Tensor], entry: tuple[str, str]
+) -> None:
+    """Write float32 tensors with one metadata entry; whole or not at all, reproducibly."""
     path = Path(path)
     # clone: safetensors refuses tensors that share memory.
     tensors = {
         name: state_dict[name].detach().to("cpu", torch.float32).clone().contiguous()
         for name in sorted(state_dict)
     }
-    text = json.dumps(metadata, sort_keys=True, separators=(",", ":"), allow_nan=False)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        save_file(tensors, partial, metadata={_METADATA_KEY: text})
+        save_file(tensors, partial, metadata=dict([entry]))
         _fsync(partial)
         partial.replace(path)
     finally:
