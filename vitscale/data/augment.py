@@ -9,6 +9,8 @@ from vitscale.data.resample import Box
 # Tries before the whole image is taken: default of TensorFlow's sample_distorted_bounding_box,
 # which the paper's code calls without naming a number.
 CROP_TRIES = 100
+# Border of mirrored pixels around a simple crop's picture, px of the example.
+_SIMPLE_PAD = 4
 
 
 def inception_box(
@@ -47,6 +49,62 @@ def inception_box(
             left = int(rng.random() * (width - crop[1] + 1))
             return Box(top, left, *crop)
     return Box(0, 0, height, width)
+
+
+def part_box(height: int, width: int, ratio: float, rng: np.random.Generator) -> Box:
+    """Draw a part of the picture of its own shape: squared, it is a square of the squared picture.
+
+    Args:
+        height: Rows of the image, px.
+        width: Columns of the image, px.
+        ratio: Side of the part over that of the whole, above 0 to 1.
+        rng: Source of randomness; only `random()` is called.
+
+    Returns:
+        The rectangle, of whole pixels.
+
+    Source:
+        Random crop of the squared picture: arXiv:1912.11370, section 3.3.
+    """
+    rows, columns = (max(round(ratio * length), 1) for length in (height, width))
+    top = int(rng.random() * (height - rows + 1))
+    left = int(rng.random() * (width - columns + 1))
+    return Box(top, left, rows, columns)
+
+
+def simple_box(
+    height: int, width: int, size: int, rng: np.random.Generator
+) -> tuple[Box, tuple[int, int]]:
+    """Draw the square of a simple random crop.
+
+    The picture is thought of with its shorter side at `size` and a mirrored border of 4 px; a
+    square of `size` lies anywhere in it. The square is moved back into the picture, so that its
+    pixels alone need be resized.
+
+    Args:
+        height: Rows of the image, px.
+        width: Columns of the image, px.
+        size: Side of the example, px; more than 4.
+        rng: Source of randomness; only `random()` is called.
+
+    Returns:
+        The square inside the image, which may begin between two pixels, and by how many px of the
+        example, down and right, it was moved back: from -4 to 4.
+
+    Source:
+        "Simple random crop": arXiv:2204.07118 section 3; facebookresearch/deit, augment.py.
+    """
+    side = min(height, width)
+    starts: list[float] = []
+    shifts: list[int] = []
+    for length in (height, width):
+        free = max(length * size // side - size, 0)
+        place = int(rng.random() * (free + 2 * _SIMPLE_PAD + 1)) - _SIMPLE_PAD
+        inside = min(max(place, 0), free)
+        # Across the longer side the last place ends at the last pixel.
+        starts.append(inside / free * (length - side) if free else 0.0)
+        shifts.append(place - inside)
+    return Box(starts[0], starts[1], side, side), (shifts[0], shifts[1])
 
 
 def _crop_size(

@@ -18,8 +18,9 @@ from PIL import Image
 from vitscale.config.errors import DataError
 from vitscale.config.recipe import AugmentConfig
 from vitscale.data import resample
-from vitscale.data.augment import inception_box
+from vitscale.data.augment import inception_box, part_box, simple_box
 from vitscale.data.decode import JpegHeader, check_size, decode_rgb, jpeg_header
+from vitscale.data.image_ops import augment_example
 from vitscale.data.pixels import orientation_in, to_srgb
 from vitscale.data.resample import Box
 
@@ -51,7 +52,7 @@ def train_example(
     Args:
         data: The image file.
         out: The example by [C, S, S], C-contiguous; overwritten.
-        augment: Which crop, how it is resized, and how often to flip.
+        augment: Which crop, how it is resized, how often to flip, and what is done afterwards.
         jpeg_scale: "exact" decodes at full size; "fast" decodes a JPEG at the smallest of 1/8, 1/4
             and 1/2 that leaves S px or more on both sides of the crop, if there is one.
         rng: The randomness of this example alone.
@@ -64,19 +65,39 @@ def train_example(
     # Drawn first, so that the flip does not depend on how many crops were tried.
     flip = bool(rng.random() < augment.hflip)
 
-    def crop(height: int, width: int) -> Box:
-        if augment.train_crop == "resize":
-            return Box(0, 0, height, width)
-        return inception_box(height, width, augment.crop_scale, augment.crop_ratio, rng)
-
     size = _plain_jpeg(data, compiled) if compiled or jpeg_scale == "fast" else None
     if size is None:
         pixels = decode_rgb(data, len(out))
-        _resize(pixels, crop(*pixels.shape[:2]), out, flip, augment.antialias, compiled)
-        return
-    box = crop(*size)
-    eighths = _eighths(box, out.shape[1]) if jpeg_scale == "fast" else 8
-    _decode_part(data, eighths, box, out, flip, augment.antialias, compiled)
+        height, width = pixels.shape[:2]
+        box, shift = _crop(height, width, out.shape[1], augment, rng)
+        _resize(pixels, box, out, flip, augment.antialias, compiled)
+    else:
+        box, shift = _crop(*size, out.shape[1], augment, rng)
+        eighths = _eighths(box, out.shape[1]) if jpeg_scale == "fast" else 8
+        _decode_part(data, eighths, box, out, flip, augment.antialias, compiled)
+    if shift != (0, 0):
+        _shift(out, shift[0], -shift[1] if flip else shift[1])
+    augment_example(out, augment, rng)
+
+
+def _crop(
+    height: int, width: int, size: int, augment: AugmentConfig, rng: np.random.Generator
+) -> tuple[Box, tuple[int, int]]:
+    """Draw what an example shows, and by how many px of its own it goes on beyond the border."""
+    if augment.train_crop == "simple":
+        return simple_box(height, width, size, rng)
+    if augment.train_crop == "resize":
+        return Box(0, 0, height, width), (0, 0)
+    if augment.train_crop == "resize_crop":
+        return part_box(height, width, augment.resize_crop_ratio, rng), (0, 0)
+    return inception_box(height, width, augment.crop_scale, augment.crop_ratio, rng), (0, 0)
+
+
+def _shift(out: Pixels, down: int, right: int) -> None:
+    """Move the part that an example shows, px; what it has not is mirrored at its border."""
+    last = out.shape[1] - 1
+    rows, columns = (last - abs(last - abs(np.arange(last + 1) + by)) for by in (down, right))
+    out[:] = out.take(rows, axis=1).take(columns, axis=2)
 
 
 def eval_example(
