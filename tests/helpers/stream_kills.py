@@ -129,8 +129,8 @@ class Job:
 
 
 def shared_memory() -> set[str]:
-    """Names in /dev/shm."""
-    return set(os.listdir("/dev/shm"))
+    """Names in /dev/shm, without those of MPI jobs, which others on the machine may run."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("mpich_")}
 
 
 def readers_left(folder: Path) -> list[int]:
