@@ -58,7 +58,9 @@ def test_a_run_takes_the_part_that_the_recipe_names(
     again = commands.run("pretrain", *words, "--set", f"data.exclude={parts}/x", ranks=2)
 
     assert "dataset_digest: the checkpoint has" in other
-    audits = re.findall(r"audit epoch=(\d) samples=(\d+) due=(\d+) verdict=(.*)", first + second)
+    audits = re.findall(
+        r"audit epoch=(\d) samples=(\d+) due=(\d+) digest=\w+ verdict=(.*)", first + second
+    )
     size = str(len(view))
     assert audits == [(str(epoch), size, size, "each exactly once") for epoch in range(2)]
     assert f"val/num_samples={len(open_dataset(parts / 'test', 'odd'))}" in again
